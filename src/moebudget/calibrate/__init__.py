@@ -1,0 +1,8 @@
+"""Calibration: from text to the statistics that policies read. `moebudget calibrate` is the command for it."""
+
+from __future__ import annotations
+
+from moebudget.calibrate.data import Corpus, DataError, Packed, load_corpus
+from moebudget.calibrate.run import DEFAULT_ALPHAS, calibrate
+
+__all__ = ["DEFAULT_ALPHAS", "Corpus", "DataError", "Packed", "calibrate", "load_corpus"]

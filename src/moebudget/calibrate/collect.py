@@ -1,0 +1,122 @@
+"""Sufficient statistics of one Mixture-of-Experts layer, streamed, and the ridge regression they determine."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LOWEST_ENERGY = 1e-30
+PRIOR_TOKENS = 8.0  # weight of the layer's pooled prediction in the mean of an expert with few tokens
+
+
+def unit(hidden: Tensor) -> Tensor:
+    """z / |z| in float32, 0 for z = 0."""
+    z = hidden.float()
+    length: Tensor = z.norm(dim=-1, keepdim=True)
+    return z / length.clamp_min(torch.finfo(torch.float32).tiny)
+
+
+class LayerSums:
+    """Sums over the tokens routed to each expert u: x = z/|z|, y = log |E_u(z)|^2.
+
+    n, sum y, sum y^2, sum e = |E_u(z)|^2, sum w, sum w |E_u(z)|: [N] float64; sum x, sum x y: [N, d] float64;
+    the Gram matrix sum x x^T: [N, d, d] float32.
+    """
+
+    def __init__(self, experts: int, hidden: int, device: torch.device | str) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self.n, self.sy, self.syy, self.se, self.sw, self.swn = (zeros(experts) for _ in range(6))
+        self.sx, self.sxy = zeros(experts, hidden), zeros(experts, hidden)
+        self.gram = zeros(experts, hidden, hidden, dtype=torch.float32)
+
+    @staticmethod
+    def size_in_bytes(experts: int, hidden: int) -> int:
+        return experts * (4 * hidden * hidden + 2 * 8 * hidden + 6 * 8)
+
+    def add(self, hidden: Tensor, ids: Tensor, weights: Tensor, outputs: Tensor) -> None:
+        """hidden [T, d], ids and weights [T, K], outputs [T, K, d] unweighted."""
+        k, experts = ids.shape[-1], len(self.n)
+        energy = outputs.float().square().sum(-1)  # [T, K]
+        order = ids.flatten().sort(stable=True)
+        row = order.indices // k
+        x = unit(hidden)[row]
+        e = energy.flatten()[order.indices].double()
+        w = weights.flatten()[order.indices].double()
+        y = e.clamp_min(LOWEST_ENERGY).log()
+        counts = torch.bincount(order.values, minlength=experts).tolist()
+        start = 0
+        for u, count in enumerate(counts):
+            if not count:
+                continue
+            part = slice(start, start + count)
+            start += count
+            xu, yu = x[part], y[part]
+            self.gram[u].addmm_(xu.T, xu)
+            xd = xu.double()
+            self.sx[u] += xd.sum(0)
+            self.sxy[u] += yu @ xd
+            self.n[u] += count
+            self.sy[u] += yu.sum()
+            self.syy[u] += yu @ yu
+            self.se[u] += e[part].sum()
+            self.sw[u] += w[part].sum()
+            self.swn[u] += w[part] @ e[part].sqrt()
+
+
+def solve_ridge(sums: LayerSums, alphas: list[float], chunk_bytes: int = 2**30) -> tuple[Tensor, Tensor]:
+    """Ridge regression of y on x for every expert and alpha: (a [A, N, d], b [A, N]) float64.
+
+    a_u = (G_c + lam I)^-1 q_c, b_u = mean y - a_u . mean x, with the centred Gram matrix G_c = sum x x^T - n m m^T and
+    q_c = sum x y - n m mean y (BASE, https://arxiv.org/abs/2609.36222, eq. 9). The paper gives no lambda; here
+    lam = alpha tr(G_c) / d, and alpha is chosen on held-out retained energy.
+
+    An expert with fewer tokens than dimensions is shrunk towards the regression pooled over the layer's experts (and
+    equals it at n = 0); that is our addition.
+    """
+    d = sums.sx.shape[-1]
+    n, sx, sy, sxy = (s.sum(0, keepdim=True) for s in (sums.n, sums.sx, sums.sy, sums.sxy))
+    pooled = _ridge(n, sx, sy, sxy, sums.gram.sum(0, keepdim=True, dtype=torch.float64), alphas)  # [A, 1, d], [A, 1]
+    chunk = max(1, chunk_bytes // (8 * d * d * (2 + len(alphas))))
+    parts = [
+        _ridge(n, sx, sy, sxy, gram.double(), alphas, pooled)
+        for n, sx, sy, sxy, gram in zip(
+            *(s.split(chunk) for s in (sums.n, sums.sx, sums.sy, sums.sxy, sums.gram)), strict=True
+        )
+    ]
+    return torch.cat([a for a, _ in parts], 1), torch.cat([b for _, b in parts], 1)
+
+
+def _ridge(
+    n: Tensor,
+    sx: Tensor,
+    sy: Tensor,
+    sxy: Tensor,
+    gram: Tensor,
+    alphas: list[float],
+    prior: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    d = sx.shape[-1]
+    count = n.clamp_min(1)
+    m, mean_y = sx / count[:, None], sy / count
+    gc = gram - n[:, None, None] * m[:, :, None] * m[:, None, :]
+    qc = sxy - (n * mean_y)[:, None] * m
+    scale = gc.diagonal(dim1=-2, dim2=-1).sum(-1) / d  # mean eigenvalue of the centred Gram matrix
+    scale = scale.clamp_min(torch.finfo(torch.float32).eps)
+    eye = torch.eye(d, dtype=gc.dtype, device=gc.device)
+    slopes, biases = [], []
+    for i, alpha in enumerate(alphas):
+        matrix = gc + (alpha * scale)[:, None, None] * eye
+        if prior is None:
+            target, few, y = torch.zeros_like(m), torch.zeros_like(n, dtype=torch.bool), mean_y
+        else:
+            few = n < d
+            target = torch.where(few[:, None], prior[0][i], 0.0)
+            expected = m @ prior[0][i, 0] + prior[1][i]
+            y = torch.where(few, expected + (mean_y - expected) * n / (n + PRIOR_TOKENS), mean_y)
+        rhs = qc - torch.einsum("nij,nj->ni", gc, target)
+        a = target + torch.cholesky_solve(rhs[..., None], torch.linalg.cholesky(matrix)).squeeze(-1)
+        slopes.append(a)
+        biases.append(y - (a * m).sum(-1))
+    return torch.stack(slopes), torch.stack(biases)

@@ -1,0 +1,188 @@
+"""Text -> documents -> two parts -> packed sequences."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+SEPARATOR = "<|endoftext|>"
+DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu"
+HELD_OUT_EVERY = 5
+
+
+class DataError(ValueError):
+    """Text that cannot be used, with the reason."""
+
+
+class TokenizerLike(Protocol):
+    def __call__(self, text: str, *, add_special_tokens: bool) -> Any: ...
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Documents one after another in rows of equal length; `mask` is False on the padding of the last row."""
+
+    ids: Tensor  # [n, S] int64
+    mask: Tensor  # [n, S] bool
+
+    @property
+    def tokens(self) -> int:
+        return int(self.mask.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Two parts that share no document, and a name that identifies source, split and packing."""
+
+    fit: Packed
+    held_out: Packed
+    id: str
+    documents: int
+
+
+def _texts_of_file(path: Path) -> Iterator[str]:
+    opener = lzma.open if path.suffix == ".xz" else Path.open
+    name = path.name.removesuffix(".xz")
+    try:
+        with opener(path, mode="rt", encoding="utf-8") as file:
+            if name.endswith(".jsonl"):
+                for number, line in enumerate(file, start=1):
+                    yield _json_text(path, number, str(line))
+            else:
+                yield from file.read().split(f"\n{SEPARATOR}\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def _json_text(path: Path, number: int, line: str) -> str:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, line {number}: not JSON ({error})") from error
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+        have = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+        raise DataError(f"{path}, line {number}: no field 'text' with a string (found: {have})")
+    return str(row["text"])
+
+
+def _texts_of_hub(name: str) -> Iterator[str]:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise DataError(
+            f"{name!r} is no file or folder here; to read it as a hub data set install moebudget[data], "
+            "or pass a text file, a folder or a .jsonl file"
+        ) from error
+    try:
+        for row in load_dataset(name, split="train", streaming=True):
+            yield str(row["text"])
+    except (ConnectionError, FileNotFoundError, KeyError, OSError, ValueError) as error:
+        raise DataError(f"the hub data set {name!r} could not be read as rows with a field 'text': {error}") from error
+
+
+def read_texts(source: str) -> Iterator[str]:
+    """Documents of a text file (split at lines `<|endoftext|>`), a .jsonl file (field `text`), either of them as .xz,
+    a folder of such files in name order, or a hub data set. Raises DataError that names the file and the line."""
+    path = Path(source)
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
+        if not files:
+            raise DataError(f"the folder {path} holds no files")
+        for file in files:
+            yield from _texts_of_file(file)
+    elif path.is_file():
+        yield from _texts_of_file(path)
+    elif path.suffix or source.startswith((".", "/", "~")) or source.count("/") != 1:
+        raise DataError(f"no file or folder at {source!r}, and no name of a hub data set (owner/name) either")
+    else:
+        yield from _texts_of_hub(source)
+
+
+def pack(documents: Sequence[Sequence[int]], length: int, end: int | None) -> Packed:
+    """Lay documents end to end (`end` after each) and cut into rows of `length`; the last row is padded.
+
+    A last row of fewer than two tokens is dropped.
+    """
+    flat = [token for document in documents for token in (*document, *([] if end is None else [end]))]
+    rows = [flat[i : i + length] for i in range(0, len(flat), length)]
+    if rows and len(rows[-1]) < 2:
+        rows.pop()
+    ids = torch.zeros(len(rows), length, dtype=torch.int64)
+    mask = torch.zeros(len(rows), length, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = torch.tensor(row)
+        mask[i, : len(row)] = True
+    return Packed(ids, mask)
+
+
+def split_documents(documents: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+    """Every fifth document is held out; with fewer than five, the last fifth of each.
+
+    BASE holds out the last fifth of the documents; every fifth keeps the domains of a sorted source in both parts.
+    """
+    if len(documents) >= HELD_OUT_EVERY:
+        return (
+            [d for i, d in enumerate(documents) if i % HELD_OUT_EVERY != HELD_OUT_EVERY - 1],
+            documents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY],
+        )
+    cuts = [len(d) - len(d) // HELD_OUT_EVERY for d in documents]
+    return [d[:c] for d, c in zip(documents, cuts, strict=True)], [d[c:] for d, c in zip(documents, cuts, strict=True)]
+
+
+def load_corpus(
+    source: str,
+    tokenizer: TokenizerLike,
+    vocabulary: int,
+    *,
+    length: int = 2048,
+    max_tokens: int | None = None,
+    min_document: int = 128,
+) -> Corpus:
+    """Read, tokenize, split by document, pack.
+
+    `vocabulary` is the number of rows of the model's embedding: a tokenizer that can produce more is an error.
+    `max_tokens` stops reading (both parts together); documents under `min_document` tokens are left out.
+    """
+    if len(tokenizer) > vocabulary:
+        raise DataError(
+            f"the tokenizer has {len(tokenizer)} entries, the model embeds {vocabulary}: they do not belong together"
+        )
+    end = getattr(tokenizer, "eos_token_id", None)
+    documents: list[list[int]] = []
+    total, short, digest = 0, 0, hashlib.sha256()
+    for text in read_texts(source):
+        tokens = list(tokenizer(text.strip("\n"), add_special_tokens=False)["input_ids"])
+        if len(tokens) < min_document:
+            short += 1
+            continue
+        if max_tokens is not None:
+            tokens = tokens[: max_tokens - total]
+        documents.append(tokens)
+        digest.update(text.encode())
+        total += len(tokens)
+        if max_tokens is not None and total >= max_tokens:
+            break
+    if not documents:
+        raise DataError(
+            f"{source} holds no usable document: {short} shorter than {min_document} tokens; "
+            "give more text or lower --min-document"
+        )
+    fit, held_out = split_documents(documents)
+    corpus = Corpus(
+        pack(fit, length, end),
+        pack(held_out, length, end),
+        f"{Path(source).name}:{digest.hexdigest()[:12]}:{total}x{length}",
+        len(documents),
+    )
+    if not len(corpus.held_out.ids):
+        raise DataError(f"{source} has only {total} tokens: too few to hold any out; give at least 20")
+    return corpus

@@ -1,0 +1,191 @@
+"""One row a policy: all quality numbers with their intervals, for tables, plots and benchmark rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+
+from moebudget.calibrate.data import TokenizerLike
+from moebudget.evaluate.retained import retained_energy
+from moebudget.evaluate.tasks import Item, TaskResult, evaluate_tasks
+from moebudget.evaluate.text import TextResult, evaluate_text
+from moebudget.integrations.families import moe_layers
+from moebudget.policy import Policy
+from moebudget.presets import dense
+from moebudget.stats import Stats
+
+Z95 = 1.96
+FEW_ITEMS = 30  # fewer independent samples than this get no interval
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """What a policy costs and saves. `half` fields are half widths of 95 % intervals; NaN below 30 samples."""
+
+    policy: str
+    batch: int
+    fetched: float  # distinct experts a layer and step, on the text
+    native_union: float
+    megabytes: float  # of expert weights a step, all layers together
+    nll: float
+    dense_nll: float
+    nll_delta_half: float  # of nll - dense_nll, paired by sequence
+    agreement: float  # percent of positions whose most likely token is the dense model's
+    agreement_half: float
+    retained_energy: float
+    tasks: dict[str, float]
+    task_avg: float | None
+    task_half: float | None
+    task_fetched: float | None
+    tokens: int
+    items: int
+
+    @property
+    def delta(self) -> float:
+        """Loss above the dense model, nats a token."""
+        return self.nll - self.dense_nll
+
+    def as_row(self, model: str) -> dict[str, Any]:
+        """The fields of a line in benchmarks/results/quality.jsonl, without the stamp."""
+        return {
+            "bench": "quality",
+            "model": model,
+            "B": self.batch,
+            "policy": self.policy,
+            "fetched": round(self.fetched, 4),
+            "native_union": round(self.native_union, 4),
+            "nll": round(self.nll, 5),
+            "dense_nll": round(self.dense_nll, 5),
+            "nll_delta_ci95": _rounded(self.nll_delta_half, 5),
+            "tasks": {t: round(a, 2) for t, a in self.tasks.items()},
+            "task_avg": _rounded(self.task_avg, 3),
+            "task_ci95": _rounded(self.task_half, 3),
+            "task_fetched": _rounded(self.task_fetched, 4),
+            "agreement": round(self.agreement, 3),
+            "agreement_ci95": _rounded(self.agreement_half, 3),
+            "retained_energy": round(self.retained_energy, 5),
+            "expert_mb_a_step": round(self.megabytes, 4),
+            "tokens": self.tokens,
+            "items": self.items,
+            "batching": "constant",
+        }
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None or value != value else round(value, digits)
+
+
+def half_width(samples: Tensor) -> float:
+    """Half of the 95 % interval of the mean of independent samples [n] (normal); NaN for fewer than 30."""
+    if len(samples) < FEW_ITEMS:
+        return float("nan")
+    return float(Z95 * samples.double().std() / len(samples) ** 0.5)
+
+
+def expert_bytes(model: nn.Module, bytes_a_weight: float = 2.0) -> float:
+    """Bytes of one routed expert, mean over the layers; 2 bytes a weight is bf16."""
+    layers = moe_layers(model)
+    sizes = [sum(p.numel() for p in layer.experts.parameters()) / layer.spec.num_experts for layer in layers]
+    return bytes_a_weight * sum(sizes) / len(sizes)
+
+
+def evaluate(
+    model: nn.Module,
+    policies: Sequence[Policy],
+    stats: Stats | None,
+    windows: Tensor,
+    *,
+    items: Sequence[Item] = (),
+    tokenizer: TokenizerLike | None = None,
+    start_id: int | None = None,
+    batch: int = 16,
+    prefill: int = 1,
+    retained_windows: int = 32,
+    quiet: bool = False,
+) -> list[Quality]:
+    """Evaluate policies on the same batches; the dense model is added in front if it is not among them.
+
+    windows [n, S + 1] is held-out text; items need the tokenizer. Retained energy uses the first `retained_windows`.
+    """
+    policies = list(policies)
+    if not any(p.name == "dense" for p in policies):
+        policies.insert(0, dense())
+    text = evaluate_text(model, policies, stats, windows, batch=batch, prefill=prefill, quiet=quiet)
+    tasks: list[TaskResult | None] = [None] * len(policies)
+    if items:
+        if tokenizer is None:
+            raise ValueError("task items need the model's tokenizer")
+        tasks = list(
+            evaluate_tasks(model, policies, stats, items, tokenizer, batch=batch, start_id=start_id, quiet=quiet)
+        )
+    retained = retained_energy(model, policies, stats, windows[:retained_windows], batch=batch)
+    base = next(t for t in text if t.policy.name == "dense")
+    size = expert_bytes(model) * len(moe_layers(model)) / 1e6
+    return [_quality(t, base, k, r, batch, size) for t, k, r in zip(text, tasks, retained, strict=True)]
+
+
+def _quality(
+    text: TextResult, base: TextResult, tasks: TaskResult | None, retained: float, batch: int, size: float
+) -> Quality:
+    fetched = text.counters.fetched
+    return Quality(
+        policy=text.policy.name,
+        batch=batch,
+        fetched=fetched,
+        native_union=text.counters.native_union,
+        megabytes=fetched * size,
+        nll=float(text.nll.mean()),
+        dense_nll=float(base.nll.mean()),
+        nll_delta_half=half_width(text.nll - base.nll),
+        agreement=100 * float(text.agreement.mean()),
+        agreement_half=100 * half_width(text.agreement),
+        retained_energy=retained,
+        tasks={} if tasks is None else tasks.accuracy,
+        task_avg=None if tasks is None else tasks.average,
+        task_half=None if tasks is None else tasks.half_width,
+        task_fetched=None if tasks is None else tasks.counters.fetched,
+        tokens=text.tokens,
+        items=0 if tasks is None else len(tasks.hits),
+    )
+
+
+def pm(value: float, half: float, digits: int) -> str:
+    """`value ± half`; the interval is left out where there is none."""
+    known = half == half
+    return f"{value:.{digits}f}" + (f" ± {half:.{digits}f}" if known else "")
+
+
+def quality_table(rows: Sequence[Quality], title: str) -> Table:
+    """The table that people read."""
+    table = Table(title=title, caption="± half of a 95 % interval; loss intervals are paired with the dense model")
+    table.add_column("policy", no_wrap=True)
+    for name in ("experts\nfetched", "MB a\nstep", "loss\nabove dense", "same token\nas dense, %", "retained\nenergy"):
+        table.add_column(name, justify="right", no_wrap=True)
+    with_tasks = any(r.task_avg is not None for r in rows)
+    if with_tasks:
+        table.add_column("tasks\ncorrect, %", justify="right", no_wrap=True)
+    for r in rows:
+        cells = [r.policy, f"{r.fetched:.1f}", f"{r.megabytes:.1f}"]
+        cells.append(f"loss {r.nll:.3f}" if r.policy == "dense" else f"+{pm(r.delta, r.nll_delta_half, 3)}")
+        cells += [pm(r.agreement, r.agreement_half, 1), f"{r.retained_energy:.3f}"]
+        if with_tasks and r.task_avg is not None and r.task_half is not None:
+            cells.append(pm(r.task_avg, r.task_half, 1))
+        table.add_row(*cells)
+    return table
+
+
+def load_windows(ids: Tensor, mask: Tensor, limit: int | None = None) -> Tensor:
+    """Full rows of packed text [n, S + 1], spread over the whole so that every batch mixes its domains."""
+    full = ids[mask.all(-1)]
+    if not len(full):
+        raise ValueError(
+            f"the text does not fill one window of {ids.shape[1]} tokens; give more text or a shorter window"
+        )
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(full), generator=generator)
+    return full[order[:limit]]

@@ -1,0 +1,62 @@
+"""Retained energy: how much of the best set's removal cost a policy's set keeps, on the unchanged model's states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from moebudget.evaluate.text import aligned_steps
+from moebudget.integrations.transformers import observe_routes
+from moebudget.policy import Policy
+from moebudget.score import TrueEnergy
+from moebudget.select import native_union
+from moebudget.stats import Stats
+from moebudget.types import NO_STATS
+
+
+@torch.no_grad()
+def retained_energy(
+    model: nn.Module, policies: Sequence[Policy], stats: Stats | None, windows: Tensor, *, batch: int = 16
+) -> list[float]:
+    """RE(A) = sum_{u in A} D*_u / sum_{u in A*} D*_u, mean over layers and positions of windows [n, S + 1].
+
+    D* are the true removal costs of a decode batch (`batch` windows at one position) and A* the |A| experts with the
+    largest (BASE, https://arxiv.org/abs/2609.36222, eq. 12). Every policy is judged on the same states, those of the
+    unchanged model; for rules without a fixed budget |A| is what they fetch at that position.
+    """
+    device = next(model.parameters()).device
+    shares, count = torch.zeros(len(policies), dtype=torch.float64), 0
+    shape = (0, 0)
+    truth = TrueEnergy()
+
+    def observe(position: int, hidden: Tensor, logits: Tensor, ids: Tensor, weights: Tensor, outputs: Tensor) -> None:
+        nonlocal count
+        rows = aligned_steps(torch.ones(shape, dtype=torch.bool, device=hidden.device))  # [S, B]
+        energy = outputs.float().square().sum(-1)
+        layer = layers[position]
+        step = layer.spec(
+            hidden[rows],
+            logits[rows],
+            bias=layer.selection_bias,
+            routes=(ids[rows], weights[rows]),
+            energy=energy[rows],
+        )
+        layer_stats = NO_STATS if stats is None else on_device[position]
+        cost = truth(step, layer_stats).sum(-2).masked_fill(~native_union(step), -1.0)  # [S, N]
+        best = cost.sort(dim=-1, descending=True).values
+        size = torch.arange(cost.shape[-1], device=cost.device)
+        for i, policy in enumerate(policies):
+            mask = policy.active(step, layer_stats).mask & native_union(step)
+            top = torch.where(size < mask.sum(-1, keepdim=True), best, 0.0).sum(-1)
+            shares[i] += (torch.where(mask, cost, 0.0).sum(-1) / top).double().sum().cpu()
+        count += len(rows)
+
+    with observe_routes(model, observe) as layers:
+        on_device = [] if stats is None else [stats.layer(i).to(layer.weight.device) for i, layer in enumerate(layers)]
+        for start in range(0, len(windows), batch):
+            ids = windows[start : start + batch, :-1].to(device)
+            shape = (ids.shape[0], ids.shape[1])
+            getattr(model, "base_model", model)(input_ids=ids, use_cache=False)
+    return [float(s) / count for s in shares]

@@ -1,0 +1,108 @@
+"""Held-out loss, agreement and fetched experts in decode mode, for many policies on the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+
+from moebudget.integrations.transformers import attach
+from moebudget.policy import Policy
+from moebudget.runtime import Counters
+from moebudget.stats import Stats
+
+
+class InactivePolicyError(RuntimeError):
+    """A policy was active in 0 decode steps, so its numbers would be those of the unchanged model."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextResult:
+    """What one policy did to held-out text; sums over the predicted tokens of each sequence."""
+
+    policy: Policy
+    nll: Tensor  # [n] float64, mean loss of a sequence in nats a token
+    agreement: Tensor  # [n] float64, share of positions whose most likely token is the dense model's
+    tokens: int
+    counters: Counters
+
+
+def aligned_steps(decode: Tensor) -> Tensor:
+    """decode [B, S] bool -> rows [S, B] of the decode steps: the B tokens of one position form one step."""
+    b, s = decode.shape
+    rows = torch.arange(b * s, device=decode.device).view(b, s)
+    return torch.where(decode, rows, -1).T.contiguous()
+
+
+@torch.no_grad()
+def evaluate_text(
+    model: nn.Module,
+    policies: Sequence[Policy],
+    stats: Stats | None,
+    windows: Tensor,
+    *,
+    batch: int = 16,
+    prefill: int = 1,
+    quiet: bool = False,
+) -> list[TextResult]:
+    """Teacher-forced loss of windows [n, S + 1]: every position of `batch` sequences is one decode step.
+
+    All positions of a batch go through the model at once; each Mixture-of-Experts layer decides position by
+    position, which equals decoding step by step with a cache. The first `prefill` positions keep the model's routes
+    and do not count. The last batch may be smaller. Raises InactivePolicyError if a policy decided nothing.
+    """
+    if not 1 <= prefill < windows.shape[1] - 1:
+        raise ValueError(f"prefill={prefill} must lie between 1 and {windows.shape[1] - 2}, the positions of a window")
+    device = next(model.parameters()).device
+    sums = [_Sums() for _ in policies]
+    console = Console(stderr=True, quiet=quiet)
+    starts = range(0, len(windows), batch)
+    for start in track(starts, "held-out text", console=console):
+        part = windows[start : start + batch].to(device)
+        ids, targets = part[:, :-1], part[:, 1:]
+        decode = torch.ones_like(ids, dtype=torch.bool)
+        decode[:, :prefill] = False
+        steps = aligned_steps(decode)
+        dense_best = model(input_ids=ids, use_cache=False).logits.argmax(-1)
+        for policy, total in zip(policies, sums, strict=True):
+            with attach(model, policy, stats) as run, run.decode_steps(steps):
+                logits = model(input_ids=ids, use_cache=False).logits
+                total.counters.append(run.counters)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+            total.nll.append(loss.view_as(ids)[:, prefill:].double().mean(-1).cpu())
+            same = logits.argmax(-1) == dense_best
+            total.agreement.append(same[:, prefill:].double().mean(-1).cpu())
+    return [_result(p, s, windows.shape[1] - 1 - prefill) for p, s in zip(policies, sums, strict=True)]
+
+
+class _Sums:
+    def __init__(self) -> None:
+        self.nll: list[Tensor] = []
+        self.agreement: list[Tensor] = []
+        self.counters: list[Counters] = []
+
+
+def _result(policy: Policy, sums: _Sums, positions: int) -> TextResult:
+    counters = sum_counters(sums.counters)
+    require_active(policy, counters)
+    nll = torch.cat(sums.nll)
+    return TextResult(policy, nll, torch.cat(sums.agreement), len(nll) * positions, counters)
+
+
+def sum_counters(parts: Sequence[Counters]) -> Counters:
+    """Add up counters of the same layers."""
+    names = parts[0].totals
+    return Counters(parts[0].layers, {name: sum(p.totals[name] for p in parts) for name in names})
+
+
+def require_active(policy: Policy, counters: Counters) -> None:
+    """Raise InactivePolicyError if the policy saw no decode step."""
+    if not counters.steps:
+        raise InactivePolicyError(
+            f"policy {policy.name!r} was active in 0 decode steps: everything was prefill, which keeps the model's "
+            "own routes, so any number would be the dense model's"
+        )

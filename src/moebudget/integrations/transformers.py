@@ -1,0 +1,256 @@
+"""Re-route the decode steps of a transformers model: `with attach(model, policy, stats): model.generate(...)`."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moebudget.integrations.families import MoeLayer, model_facts, moe_layers
+from moebudget.policy import Policy
+from moebudget.presets import parse
+from moebudget.runtime import Counters, LayerRouter, read_counters
+from moebudget.stats import HOW, Stats
+from moebudget.types import NO_STATS, MissingStatisticError
+
+MARK = "_moebudget_run"
+
+
+class BypassedError(RuntimeError):
+    """A forward pass did not go through every layer that was attached to, so the policy would not be in force."""
+
+
+class Run:
+    """A policy attached to a model: its counters, its budget, and which rows of the next forward pass are decoding."""
+
+    def __init__(self, model: nn.Module, policy: Policy, stats: Stats | None, finished_ids: frozenset[int]) -> None:
+        self.model, self.policy, self.finished_ids = model, policy, finished_ids
+        self.layers = moe_layers(model)
+        if policy.needs:
+            if stats is None:
+                missing = ", ".join(sorted(policy.needs))
+                raise MissingStatisticError(f"policy {policy.name!r} needs calibrated statistics ({missing}); {HOW}")
+            stats.check(model_facts(self.layers, model_type(model)), policy.needs)
+        self.routers = [
+            LayerRouter(policy, NO_STATS if stats is None else stats.layer(i), layer.weight.device)
+            for i, layer in enumerate(self.layers)
+        ]
+        self._steps: Tensor | None = None  # rows of the decode steps in this forward pass, None = prefill
+        self._explicit: Tensor | None = None
+        self._seen = 0
+        self.forwards = 0
+
+    @property
+    def counters(self) -> Counters:
+        """Totals over all layers since `attach` or `reset`."""
+        return read_counters(self.routers)
+
+    def reset(self) -> None:
+        """Set all counters to zero."""
+        for router in self.routers:
+            router.totals.zero_()
+
+    def set_budget(self, budget: int) -> None:
+        """Change the budget of every layer from the next step on."""
+        for router in self.routers:
+            router.set_budget(budget)
+
+    @contextmanager
+    def decode_steps(self, rows: Tensor) -> Iterator[None]:
+        """Say which rows of the forward passes inside form decode steps, for teacher forcing and own loops.
+
+        rows [S, B] int64: row r of step s is token `rows[s, r]` of the flattened [batch * positions]; -1 = no row.
+        Tokens that no step names are prefill: they keep the model's routes and have no vote.
+        """
+        self._explicit = rows
+        try:
+            yield
+        finally:
+            self._explicit = None
+
+    def _before_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._seen = 0
+        self.forwards += 1
+        if self._explicit is not None:
+            self._steps = self._explicit
+            return
+        given = inspect.signature(self.model.forward).bind_partial(*args, **kwargs).arguments
+        given = {**given, **given.get("kwargs", {})}
+        tokens = given.get("input_ids")
+        shaped = tokens if tokens is not None else given.get("inputs_embeds")
+        cache = given.get("past_key_values")
+        cache = given.get("cache") if cache is None else cache
+        decoding = (
+            shaped is not None and shaped.shape[1] == 1 and cache is not None and int(cache.get_seq_length()) > 0
+        )
+        if not decoding:
+            self._steps = None
+            return
+        assert shaped is not None
+        rows = torch.arange(shaped.shape[0], device=shaped.device)
+        if tokens is not None and self.finished_ids:
+            ends = torch.tensor(sorted(self.finished_ids), device=tokens.device)
+            rows = torch.where(torch.isin(tokens[:, 0], ends), -1, rows)
+        self._steps = rows[None]  # [1, B]
+
+    def _after_forward(self, _module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
+        if self._seen != len(self.layers):
+            raise BypassedError(
+                f"{self._seen} of {len(self.layers)} Mixture-of-Experts layers called their experts module in this "
+                "forward pass; a fused block (from the kernels hub, say) bypasses routing: load the model without it"
+            )
+
+    def _before_experts(self, layer: MoeLayer, router: LayerRouter) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._seen += 1
+            if self._steps is None:
+                return None
+            call = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+            names = list(call.arguments)[1:4]  # hidden, ids, weights
+            hidden, ids, weights = (call.arguments[name] for name in names)
+            new_ids, new_weights = route_steps(layer, router, hidden, ids, weights, self._steps)
+            call.arguments[names[1]], call.arguments[names[2]] = new_ids, new_weights
+            return call.args[1:], call.kwargs
+
+        return hook
+
+
+def route_steps(
+    layer: MoeLayer, router: LayerRouter, hidden: Tensor, ids: Tensor, weights: Tensor, steps: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Apply the layer's policy to the decode steps [S, B] of flattened tokens; everything else keeps its routes.
+
+    hidden [T, d], ids and weights [T, K] as the model computed them. Rows that a policy leaves alone come back bit
+    for bit, in the model's own slot order.
+    """
+    live, rows = steps >= 0, steps.clamp_min(0)
+    z, own_ids, own_weights = hidden[rows], ids[rows], weights[rows]  # [S, B, ...]
+    energy = None
+    if router.policy.needs_energy:
+        energy = layer.route_outputs(hidden, ids).float().square().sum(-1)[rows]
+    batch = layer.spec(
+        z, layer.logits(z), bias=layer.selection_bias, live=live, routes=(own_ids, own_weights), energy=energy
+    )
+    routing = router(batch)
+    same = ((routing.ids == batch.ids) & (routing.weights == batch.weights)).all(-1, keepdim=True)
+    new_ids = torch.where(same, own_ids, routing.ids.to(ids.dtype)).flatten(0, 1)
+    new_weights = torch.where(same, own_weights, routing.weights.to(weights.dtype)).flatten(0, 1)
+    padding = ids.shape[0]  # index of one extra row that empty slots write to
+    target = torch.where(live, steps, padding).flatten()
+    out_ids = torch.cat([ids, ids[:1]]).index_copy(0, target, new_ids)[:padding]
+    out_weights = torch.cat([weights, weights[:1]]).index_copy(0, target, new_weights)[:padding]
+    return out_ids, out_weights
+
+
+def model_type(model: nn.Module) -> str:
+    """The architecture name that transformers uses, of the text part of the model."""
+    config: Any = model.config
+    return str(config.get_text_config().model_type if hasattr(config, "get_text_config") else config.model_type)
+
+
+def _ending_ids(model: nn.Module) -> frozenset[int]:
+    """Tokens that only a finished row is fed during `generate`: the end-of-sequence and padding tokens."""
+    ends: set[int] = set()
+    for config in (getattr(model, "generation_config", None), model.config):
+        for value in (getattr(config, "eos_token_id", None), getattr(config, "pad_token_id", None)):
+            ends.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    return frozenset(ends)
+
+
+@contextmanager
+def attach(
+    model: nn.Module, policy: Policy | str, stats: Stats | None = None, *, finished_ids: frozenset[int] | None = None
+) -> Iterator[Run]:
+    """Re-route the model's decode steps by `policy` inside the `with` block; the model is itself again afterwards.
+
+    A forward pass is a decode step when it feeds one token a row on top of a filled cache; everything else is prefill
+    and stays bit for bit what the model computes. Rows that are fed one of `finished_ids` (default: the model's
+    end-of-sequence and padding tokens) have finished: they do not vote and fetch nothing of their own. Pass
+    `finished_ids=frozenset()` if your own loop feeds such tokens within a text. Steps that feed several tokens a row
+    (assisted generation) count as prefill unless `run.decode_steps` names their rows.
+
+    `generate` compiles static-cache decoding on some devices; that is switched off while attached, because the hooks
+    count on the host.
+
+    Raises UnsupportedModelError, StatsError or MissingStatisticError before anything is changed, RuntimeError if the
+    model is attached to already. Warns on exit if no decode step was seen.
+    """
+    policy = parse(policy) if isinstance(policy, str) else policy
+    if getattr(model, MARK, None) is not None:
+        raise RuntimeError(
+            f"a policy is attached to this model already ({getattr(model, MARK)!s}); leave that block first"
+        )
+    run = Run(model, policy, stats, _ending_ids(model) if finished_ids is None else finished_ids)
+    with ExitStack() as undo:
+        setattr(model, MARK, policy)
+        undo.callback(delattr, model, MARK)
+        generation = getattr(model, "generation_config", None)
+        if generation is not None:
+            had, before = hasattr(generation, "disable_compile"), getattr(generation, "disable_compile", None)
+            generation.disable_compile = True
+            undo.callback(
+                (lambda: setattr(generation, "disable_compile", before))
+                if had
+                else (lambda: delattr(generation, "disable_compile"))
+            )
+        undo.callback(model.register_forward_pre_hook(run._before_forward, with_kwargs=True).remove)
+        undo.callback(model.register_forward_hook(run._after_forward).remove)
+        for layer, router in zip(run.layers, run.routers, strict=True):
+            hook = run._before_experts(layer, router)
+            undo.callback(layer.experts.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield run
+    if run.forwards and not run.counters.steps:
+        warnings.warn(
+            f"policy {policy.name!r} was active in 0 decode steps of {run.forwards} forward passes: they were all "
+            "prefill (is the cache off? a log-likelihood task?), so the model ran unchanged",
+            stacklevel=3,
+        )
+
+
+Observer = Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+
+
+@contextmanager
+def observe_routes(model: nn.Module, observer: Observer, only: range | None = None) -> Iterator[list[MoeLayer]]:
+    """Call `observer(position, hidden, logits, ids, weights, outputs)` for every Mixture-of-Experts layer.
+
+    position counts those layers; hidden [T, d], logits [T, N], ids and weights [T, K] are the model's own, outputs
+    [T, K, d] the routes' unweighted expert outputs. The experts run once: the layer's output is made from the same
+    outputs. `only` limits the observation to a range of positions.
+    """
+    layers = moe_layers(model)
+
+    def observed(position: int, layer: MoeLayer) -> Callable[..., Tensor]:
+        signature = inspect.signature(type(layer.experts).forward)
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            hidden, ids, weights = list(signature.bind(layer.experts, *args, **kwargs).arguments.values())[1:4]
+            del layer.experts.forward  # the class's own, for the one call inside
+            try:
+                outputs = layer.route_outputs(hidden, ids)
+            finally:
+                layer.experts.forward = forward
+            observer(position, hidden, layer.logits(hidden), ids, weights, outputs)
+            return torch.einsum("tk,tkd->td", weights.to(outputs.dtype), outputs)
+
+        return forward
+
+    with ExitStack() as undo:
+        for position, layer in enumerate(layers):
+            if only is None or position in only:
+                before = layer.experts.__dict__.get("forward")
+                layer.experts.forward = observed(position, layer)
+                undo.callback(_restore_forward, layer.experts, before)
+        yield layers
+
+
+def _restore_forward(module: nn.Module, before: Any) -> None:
+    if before is None:
+        del module.forward
+    else:
+        module.forward = before

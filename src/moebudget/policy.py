@@ -1,0 +1,61 @@
+"""Policy = one Score, one Select, one Fill; and its spelling, `name:field=value,...`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from moebudget.fill import Fill
+from moebudget.score import Score
+from moebudget.select import Select, TopBudget
+from moebudget.types import NO_STATS, Active, LayerStats, RouterBatch, Routing
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Policy:
+    """Score -> Select -> Fill: which experts a decode step fetches, and what each row runs.
+
+    Calling it maps a RouterBatch (any leading dimensions before [T, ...], one per independent step) and the layer's
+    statistics to a Routing. `name` is the spelling that `parse` reads; it does not take part in the result.
+    """
+
+    score: Score
+    select: Select
+    fill: Fill
+    name: str = "custom"
+
+    def __call__(self, batch: RouterBatch, stats: LayerStats = NO_STATS) -> Routing:
+        return self.fill(self.active(batch, stats), batch, stats)
+
+    def active(self, batch: RouterBatch, stats: LayerStats = NO_STATS) -> Active:
+        """The set of experts alone, [N] bool."""
+        return self.select(self.score(batch, stats), batch, stats)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The calibrated tensors that the three pieces read."""
+        return self.score.needs | self.select.needs | self.fill.needs
+
+    @property
+    def needs_energy(self) -> bool:
+        """Whether the true output energies of a step must be known before it is decided (the oracle)."""
+        return self.score.needs_energy
+
+    @property
+    def budget(self) -> int | Tensor | None:
+        return self.select.budget if isinstance(self.select, TopBudget) else None
+
+    def with_budget(self, budget: int | Tensor) -> Policy:
+        """The same policy with another budget; a tensor makes the budget a device value.
+
+        Raises ValueError for a policy without a budget.
+        """
+        if not isinstance(self.select, TopBudget):
+            raise ValueError(
+                f"policy {self.name!r} has no budget to change; policies with one: base, static, squared, ..."
+            )
+        return dataclasses.replace(self, select=dataclasses.replace(self.select, budget=budget))
+
+    def __str__(self) -> str:
+        return self.name

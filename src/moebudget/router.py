@@ -1,0 +1,112 @@
+"""RouterSpec: what the model itself does with router logits, for the four kinds of routers in use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moebudget.types import RouterBatch
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """How a model turns logits [T, N] into K weighted routes a token.
+
+    softmax + renormalize      Qwen3-MoE, Mixtral; equal to a softmax over the selected logits (gpt-oss, Granite)
+    softmax                    Qwen1.5-MoE, OLMoE, DeepSeek-V2 (weights are not renormalised)
+    sigmoid (+ bias, groups)   DeepSeek-V3, GLM-4-MoE: the bias ranks, the unbiased score weighs
+
+    With `groups` > 1 only the experts of the `open_groups` best groups may be chosen; a group is scored by its
+    largest choice value (`group_score="max"`, DeepSeek-V2) or by the sum of its two largest ("top2", DeepSeek-V3).
+    """
+
+    num_experts: int
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    open_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(f"top_k={self.top_k} must lie between 1 and the number of experts, {self.num_experts}")
+        if self.scoring not in ("softmax", "sigmoid"):
+            raise ValueError(f"unknown scoring {self.scoring!r}: known are 'softmax' and 'sigmoid'")
+        if self.groups < 1 or self.num_experts % self.groups:
+            raise ValueError(f"{self.num_experts} experts cannot be split into groups={self.groups} equal groups")
+        if not 1 <= self.open_groups <= self.groups:
+            raise ValueError(f"open_groups={self.open_groups} must lie between 1 and groups={self.groups}")
+        reachable = self.num_experts // self.groups * self.open_groups
+        if reachable < self.top_k:
+            raise ValueError(f"{self.open_groups} open groups hold {reachable} experts, fewer than top_k={self.top_k}")
+
+    def scores(self, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logits [T, N] and selection bias [N] -> (choice, probs), float32 [T, N] each."""
+        probs = logits.float().softmax(-1) if self.scoring == "softmax" else logits.float().sigmoid()
+        choice = probs if bias is None else probs + bias.float()
+        if self.groups > 1:
+            grouped = choice.unflatten(-1, (self.groups, -1))  # [T, G, N/G]
+            rank = grouped.amax(-1) if self.group_score == "max" else grouped.topk(2, -1).values.sum(-1)
+            best = rank.sort(dim=-1, descending=True, stable=True).indices[..., : self.open_groups]
+            open_ = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, best, True)
+            choice = grouped.masked_fill(~open_[..., None], -torch.inf).flatten(-2)
+        return choice, probs
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        logits: Tensor,
+        *,
+        bias: Tensor | None = None,
+        live: Tensor | None = None,
+        routes: tuple[Tensor, Tensor] | None = None,
+        request: Tensor | None = None,
+        energy: Tensor | None = None,
+    ) -> RouterBatch:
+        """Build the batch of one step. hidden [T, d], logits [T, N], bias [N], live [T] (None: all rows).
+
+        `routes` are the ids and weights [T, K] that the model computed; they are taken as they are, so that a policy
+        which changes nothing returns the model's own numbers bit for bit. Without them they are computed here, ties
+        to the lower index. `energy` [T, K] belongs to `routes` and is reordered with them.
+        """
+        choice, probs = self.scores(logits, bias)
+        if live is None:
+            live = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+        finite = logits.isfinite().all(-1) & hidden.isfinite().all(-1)  # [T]
+        if routes is None:
+            ids = choice.sort(dim=-1, descending=True, stable=True).indices[..., : self.top_k]
+            mass = probs.gather(-1, ids).sum(-1)
+            factor = self.scale / mass if self.renormalize else torch.full_like(mass, self.scale)
+            weights = probs.gather(-1, ids) * factor[..., None]
+        else:
+            ids, weights = routes[0].long(), routes[1].float()
+            ids = torch.where(finite[..., None], ids, 0).clamp(0, self.num_experts - 1)
+            choice = _agree(choice, ids)
+            order = choice.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
+            ids, weights = ids.gather(-1, order), weights.gather(-1, order)
+            energy = None if energy is None else energy.gather(-1, order)
+            mass = probs.gather(-1, ids).sum(-1)
+            factor = self.scale / mass if self.renormalize else torch.full_like(mass, self.scale)
+        weights = torch.where(finite[..., None], weights, torch.nan)
+        weights = torch.where(live[..., None], weights, 0.0)
+        live = live & finite
+        return RouterBatch(hidden, choice, probs, factor, ids, weights, live, self.renormalize, request, energy)
+
+
+def _agree(choice: Tensor, ids: Tensor) -> Tensor:
+    """Push every expert that the model did not choose just below those it chose.
+
+    Ties (frequent with bf16 logits) may have been broken another way than ours, and a model may have ranked in a
+    lower precision; without this a "best inside the set" rule could replace a route that needs no replacing.
+    """
+    chosen = torch.zeros_like(choice, dtype=torch.bool).scatter(-1, ids, True)
+    own = choice.gather(-1, ids)
+    worst = torch.where(own > -torch.inf, own, torch.inf).amin(-1, keepdim=True)
+    choice = torch.where(chosen, choice.clamp_min(torch.finfo(choice.dtype).min), choice)  # a route in a closed group
+    below = torch.nextafter(worst, torch.full_like(worst, -torch.inf))
+    return torch.where(~chosen & (choice >= worst), below, choice)

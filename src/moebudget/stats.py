@@ -1,0 +1,129 @@
+"""The calibration artefact: tensors [L, ...] over the Mixture-of-Experts layers, in safetensors with metadata."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moebudget.types import LayerStats, MissingStatisticError
+
+SCHEMA = 1
+HOW = "make new statistics with `moebudget calibrate MODEL --data TEXT -o stats.safetensors`"
+
+
+class StatsError(ValueError):
+    """Statistics that cannot be used: unreadable, of another schema, or of another model."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What statistics must agree on with the model they are used for."""
+
+    family: str
+    layers: tuple[int, ...]  # indices of the Mixture-of-Experts layers
+    experts: int
+    top_k: int
+    hidden: int
+    router_hash: str  # of the first and last router matrix, rounded to bf16: tells fine-tunes apart
+
+    @property
+    def config_hash(self) -> str:
+        """Twelve hex digits over everything but the weights."""
+        shape = {k: v for k, v in dataclasses.asdict(self).items() if k != "router_hash"}
+        return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def hash_routers(routers: Iterable[Tensor]) -> str:
+    """Twelve hex digits over router matrices; the same for a checkpoint loaded in bf16 and in float32."""
+    digest = hashlib.sha256()
+    for router in routers:
+        digest.update(router.detach().to(torch.bfloat16).cpu().contiguous().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stats:
+    """Calibrated tensors by name, each [L, N] or [L, N, ...], for the layers of `facts`, and how they were made.
+
+    predictor_weight [L, N, d], predictor_bias [L, N]: log energy of expert u is a_u . z/|z| + b_u
+    energy_mean [L, N]: mean of |E_u(z)|^2 over tokens routed to u; output_norm_weighted: mean of w |E_u(z)|
+    count, weight_mean [L, N]; r2_heldout [L, N] (NaN where an expert got fewer than two held-out tokens)
+    """
+
+    facts: ModelFacts
+    tensors: Mapping[str, Tensor]
+    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def layer(self, position: int) -> LayerStats:
+        """Statistics of the position-th Mixture-of-Experts layer."""
+        return LayerStats({name: tensor[position] for name, tensor in self.tensors.items()})
+
+    def check(self, facts: ModelFacts, needs: Iterable[str] = ()) -> None:
+        """Raise StatsError unless these statistics belong to the model, MissingStatisticError if one is missing."""
+        for field in dataclasses.fields(ModelFacts):
+            mine, theirs = getattr(self.facts, field.name), getattr(facts, field.name)
+            if mine != theirs:
+                what = {"router_hash": "router weights", "top_k": "routes a token"}.get(field.name, field.name)
+                raise StatsError(
+                    f"the statistics are of another model: {what} is {mine!r} in the statistics "
+                    f"({self.info.get('model', 'model not recorded')}) and {theirs!r} in the model; {HOW}"
+                )
+        for name in sorted(needs):
+            if name not in self.tensors:
+                have = ", ".join(sorted(self.tensors)) or "none"
+                raise MissingStatisticError(f"the policy needs the statistic {name!r}, the file holds: {have}; {HOW}")
+
+    def save(self, path: str | Path) -> None:
+        """Write atomically; the metadata holds schema, facts and info as JSON."""
+        path = Path(path)
+        meta = {
+            "moebudget_schema": str(SCHEMA),
+            "facts": json.dumps(dataclasses.asdict(self.facts)),
+            "config_hash": self.facts.config_hash,
+            "info": json.dumps(dict(self.info)),
+        }
+        partial = path.with_name(path.name + ".partial")
+        save_file({name: t.detach().cpu().contiguous() for name, t in self.tensors.items()}, partial, metadata=meta)
+        partial.replace(path)
+
+
+def load_stats(path: str | Path) -> Stats:
+    """Read an artefact. Raises FileNotFoundError, or StatsError that says what is wrong with the file."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no statistics at {path}; {HOW}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            meta = file.metadata() or {}
+            schema = meta.get("moebudget_schema")
+            if schema is None:
+                raise StatsError(f"{path} is a safetensors file, but not statistics of moebudget; {HOW}")
+            if schema != str(SCHEMA):
+                raise StatsError(f"{path} has schema {schema}, this version of moebudget reads schema {SCHEMA}; {HOW}")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
+            fields = json.loads(meta["facts"])
+            info = json.loads(meta["info"])
+    except (SafetensorError, OSError) as error:
+        size = path.stat().st_size
+        raise StatsError(
+            f"{path} ({size} bytes) is empty, truncated or no safetensors file: {error}; {HOW}"
+        ) from error
+    except (KeyError, json.JSONDecodeError) as error:
+        raise StatsError(f"{path} has damaged metadata ({error}); {HOW}") from error
+    facts = ModelFacts(**{**fields, "layers": tuple(fields["layers"])})
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape[:2]) != (len(facts.layers), facts.experts):
+            raise StatsError(
+                f"{path}: {name} has shape {tuple(tensor.shape)}, expected to start with "
+                f"{len(facts.layers)} layers x {facts.experts} experts; {HOW}"
+            )
+    return Stats(facts, tensors, info)

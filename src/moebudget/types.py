@@ -1,0 +1,80 @@
+"""The values that flow through a policy: RouterBatch -> Active -> Routing.
+
+Letters used for shapes everywhere: T rows of the step, N routed experts, K routes a token, d hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RouterBatch:
+    """What one Mixture-of-Experts layer sees in one decode step, before anything is changed.
+
+    `choice` and `probs` differ for routers with a selection bias or expert groups. The model's own weight of expert u
+    for row t is `probs[t, u] * factor[t]`, for every u, so a fill needs no knowledge of the model.
+    """
+
+    hidden: Tensor  # [T, d] what the router and the experts read (after the norm)
+    choice: Tensor  # [T, N] float32, what the model ranks by; -inf for closed groups; never contradicts `ids`
+    probs: Tensor  # [T, N] float32, what the model weighs by
+    factor: Tensor  # [T] float32
+    ids: Tensor  # [T, K] int64, the model's own routes, best first
+    weights: Tensor  # [T, K] float32, the model's own weights; 0 in padding rows, NaN in real rows that are not finite
+    live: Tensor  # [T] bool, rows that vote: decode rows whose router input is finite
+    renormalize: bool  # whether the model divides its weights by their sum over the routes
+    request: Tensor | None = None  # [T] int64, request of a row (speculative verification); None = one row a request
+    energy: Tensor | None = None  # [T, K] float32, true squared output norms of the routes; analysis only
+
+
+@dataclass(frozen=True, slots=True)
+class Active:
+    """The experts that a step may fetch."""
+
+    mask: Tensor  # [N] bool
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What is executed. A slot of weight 0 is unused and repeats an expert that the step fetches anyway."""
+
+    ids: Tensor  # [T, K] int64
+    weights: Tensor  # [T, K] float32
+
+
+class MissingStatisticError(LookupError):
+    """A policy needs a calibrated tensor that the statistics do not hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStats(Mapping[str, Tensor]):
+    """The calibrated tensors of one layer, by name; a missing one is an error that says how to make it."""
+
+    tensors: Mapping[str, Tensor]
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.tensors:
+            have = ", ".join(sorted(self.tensors)) or "none"
+            raise MissingStatisticError(
+                f"this policy needs the statistic {name!r}, the statistics hold: {have}. "
+                "Make them with `moebudget calibrate MODEL --data TEXT -o stats.safetensors` and pass that file"
+            )
+        return self.tensors[name]
+
+    def to(self, device: torch.device | str) -> LayerStats:
+        """The same tensors on another device."""
+        return LayerStats({name: tensor.to(device) for name, tensor in self.tensors.items()})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+NO_STATS = LayerStats({})
