@@ -68,10 +68,13 @@ class Stats:
         return LayerStats({name: tensor[position] for name, tensor in self.tensors.items()})
 
     def check(self, facts: ModelFacts, needs: Iterable[str] = ()) -> None:
-        """Raise StatsError unless these statistics belong to the model, MissingStatisticError if one is missing."""
+        """Raise StatsError unless these statistics belong to the model, MissingStatisticError if one is missing.
+
+        An empty `router_hash` in facts (a checkpoint whose weights are not loaded yet) is not compared.
+        """
         for field in dataclasses.fields(ModelFacts):
             mine, theirs = getattr(self.facts, field.name), getattr(facts, field.name)
-            if mine != theirs:
+            if mine != theirs and theirs != "":
                 what = {"router_hash": "router weights", "top_k": "routes a token"}.get(field.name, field.name)
                 raise StatsError(
                     f"the statistics are of another model: {what} is {mine!r} in the statistics "
@@ -127,3 +130,16 @@ def load_stats(path: str | Path) -> Stats:
                 f"{len(facts.layers)} layers x {facts.experts} experts; {HOW}"
             )
     return Stats(facts, tensors, info)
+
+
+def require_stats(policy: str, needs: Iterable[str], stats: Stats | None) -> None:
+    """Raise MissingStatisticError if a policy needs statistics and there are none."""
+    missing = ", ".join(sorted(needs))
+    if missing and stats is None:
+        raise MissingStatisticError(f"policy {policy!r} needs calibrated statistics ({missing}); {HOW}")
+
+
+def describe(stats: Stats) -> dict[str, Any]:
+    """Everything an artefact says about itself, for people and programs."""
+    facts = dataclasses.asdict(stats.facts) | {"config_hash": stats.facts.config_hash}
+    return {**stats.info, "facts": facts, "tensors": {name: list(t.shape) for name, t in stats.tensors.items()}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moebudget.calibrate.data import Corpus, DataError, Packed, load_corpus
+from moebudget.calibrate.data import Corpus, DataError, Packed, load_corpus, merge_corpora
 from moebudget.calibrate.run import DEFAULT_ALPHAS, calibrate
 
-__all__ = ["DEFAULT_ALPHAS", "Corpus", "DataError", "Packed", "calibrate", "load_corpus"]
+__all__ = ["DEFAULT_ALPHAS", "Corpus", "DataError", "Packed", "calibrate", "load_corpus", "merge_corpora"]

@@ -20,7 +20,8 @@ class LayerSums:
     """Sums over the tokens routed to each expert u: x = z/|z|, y = log |E_u(z)|^2.
 
     n, sum y, sum y^2, sum e = |E_u(z)|^2, sum w, sum w |E_u(z)|: [N] float64; sum x, sum x y: [N, d] float64;
-    the Gram matrix sum x x^T: [N, d, d] float32.
+    the Gram matrix sum (x - c)(x - c)^T: [N, d, d] float32. c [N, d] is the mean of the expert's first batch: without it
+    the rounding of the large common part of all x would swamp the variation that the regression reads.
     """
 
     def __init__(self, experts: int, hidden: int, device: torch.device | str) -> None:
@@ -30,10 +31,18 @@ class LayerSums:
         self.n, self.sy, self.syy, self.se, self.sw, self.swn = (zeros(experts) for _ in range(6))
         self.sx, self.sxy = zeros(experts, hidden), zeros(experts, hidden)
         self.gram = zeros(experts, hidden, hidden, dtype=torch.float32)
+        self.centre = zeros(experts, hidden, dtype=torch.float32)
+        self._seen = [False] * experts
 
     @staticmethod
     def size_in_bytes(experts: int, hidden: int) -> int:
-        return experts * (4 * hidden * hidden + 2 * 8 * hidden + 6 * 8)
+        return experts * (4 * hidden * hidden + (2 * 8 + 4) * hidden + 6 * 8)
+
+    def centred_gram(self, experts: slice) -> Tensor:
+        """G_c = sum (x - m)(x - m)^T around each expert's mean m, [n, d, d] float64."""
+        n = self.n[experts]
+        shift = self.sx[experts] - n[:, None] * self.centre[experts]
+        return self.gram[experts].double() - torch.einsum("ni,nj->nij", shift / n.clamp_min(1)[:, None], shift)
 
     def add(self, hidden: Tensor, ids: Tensor, weights: Tensor, outputs: Tensor) -> None:
         """hidden [T, d], ids and weights [T, K], outputs [T, K, d] unweighted."""
@@ -53,7 +62,10 @@ class LayerSums:
             part = slice(start, start + count)
             start += count
             xu, yu = x[part], y[part]
-            self.gram[u].addmm_(xu.T, xu)
+            if not self._seen[u]:
+                self.centre[u], self._seen[u] = xu.mean(0), True
+            xc = xu - self.centre[u]
+            self.gram[u].addmm_(xc.T, xc)
             xd = xu.double()
             self.sx[u] += xd.sum(0)
             self.sxy[u] += yu @ xd
@@ -75,17 +87,17 @@ def solve_ridge(sums: LayerSums, alphas: list[float], chunk_bytes: int = 2**30) 
     An expert with fewer tokens than dimensions is shrunk towards the regression pooled over the layer's experts (and
     equals it at n = 0); that is our addition.
     """
-    d = sums.sx.shape[-1]
+    experts, d = sums.sx.shape
+    step = max(1, chunk_bytes // (8 * d * d * (2 + len(alphas))))
+    parts = [slice(start, start + step) for start in range(0, experts, step)]
     n, sx, sy, sxy = (s.sum(0, keepdim=True) for s in (sums.n, sums.sx, sums.sy, sums.sxy))
-    pooled = _ridge(n, sx, sy, sxy, sums.gram.sum(0, keepdim=True, dtype=torch.float64), alphas)  # [A, 1, d], [A, 1]
-    chunk = max(1, chunk_bytes // (8 * d * d * (2 + len(alphas))))
-    parts = [
-        _ridge(n, sx, sy, sxy, gram.double(), alphas, pooled)
-        for n, sx, sy, sxy, gram in zip(
-            *(s.split(chunk) for s in (sums.n, sums.sx, sums.sy, sums.sxy, sums.gram)), strict=True
-        )
+    between = (sums.sx / sums.n.clamp_min(1)[:, None]).T @ sums.sx - sx.T @ sx / n.clamp_min(1)  # [d, d]
+    within = torch.stack([sums.centred_gram(part).sum(0) for part in parts]).sum(0)
+    pooled = _ridge(n, sx, sy, sxy, (within + between)[None], alphas)  # [A, 1, d], [A, 1]
+    solved = [
+        _ridge(sums.n[p], sums.sx[p], sums.sy[p], sums.sxy[p], sums.centred_gram(p), alphas, pooled) for p in parts
     ]
-    return torch.cat([a for a, _ in parts], 1), torch.cat([b for _, b in parts], 1)
+    return torch.cat([a for a, _ in solved], 1), torch.cat([b for _, b in solved], 1)
 
 
 def _ridge(
@@ -93,14 +105,13 @@ def _ridge(
     sx: Tensor,
     sy: Tensor,
     sxy: Tensor,
-    gram: Tensor,
+    gc: Tensor,
     alphas: list[float],
     prior: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     d = sx.shape[-1]
     count = n.clamp_min(1)
     m, mean_y = sx / count[:, None], sy / count
-    gc = gram - n[:, None, None] * m[:, :, None] * m[:, None, :]
     qc = sxy - (n * mean_y)[:, None] * m
     scale = gc.diagonal(dim1=-2, dim2=-1).sum(-1) / d  # mean eigenvalue of the centred Gram matrix
     scale = scale.clamp_min(torch.finfo(torch.float32).eps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,9 +59,11 @@ def _texts_of_file(path: Path) -> Iterator[str]:
                 for number, line in enumerate(file, start=1):
                     yield _json_text(path, number, str(line))
             else:
-                yield from file.read().split(f"\n{SEPARATOR}\n")
+                yield from re.split(rf"(?:\A|\n|(?<=\n)){re.escape(SEPARATOR)}(?:\n|\Z)", file.read())
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}") from error
+    except (lzma.LZMAError, EOFError) as error:
+        raise DataError(f"{path} is damaged or no .xz file: {error}") from error
 
 
 def _json_text(path: Path, number: int, line: str) -> str:
@@ -94,7 +97,8 @@ def read_texts(source: str) -> Iterator[str]:
     a folder of such files in name order, or a hub data set. Raises DataError that names the file and the line."""
     path = Path(source)
     if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
+        visible = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
+        files = sorted(p for p in visible if p.is_file())
         if not files:
             raise DataError(f"the folder {path} holds no files")
         for file in files:
@@ -152,11 +156,34 @@ def load_corpus(
     `vocabulary` is the number of rows of the model's embedding: a tokenizer that can produce more is an error.
     `max_tokens` stops reading (both parts together); documents under `min_document` tokens are left out.
     """
+    end = getattr(tokenizer, "eos_token_id", None)
+    documents, digest = tokenize(source, tokenizer, vocabulary, max_tokens=max_tokens, min_document=min_document)
+    total = sum(map(len, documents))
+    fit, held_out = split_documents(documents)
+    corpus = Corpus(
+        pack(fit, length, end),
+        pack(held_out, length, end),
+        f"{Path(source).name}:{digest}:{total}x{length}",
+        len(documents),
+    )
+    if not len(corpus.held_out.ids):
+        raise DataError(f"{source} has only {total} tokens: too few to hold any out; give at least 20")
+    return corpus
+
+
+def tokenize(
+    source: str,
+    tokenizer: TokenizerLike,
+    vocabulary: int,
+    *,
+    max_tokens: int | None = None,
+    min_document: int = 128,
+) -> tuple[list[list[int]], str]:
+    """(token ids of the usable documents, twelve hex digits over their text). Arguments as in `load_corpus`."""
     if len(tokenizer) > vocabulary:
         raise DataError(
             f"the tokenizer has {len(tokenizer)} entries, the model embeds {vocabulary}: they do not belong together"
         )
-    end = getattr(tokenizer, "eos_token_id", None)
     documents: list[list[int]] = []
     total, short, digest = 0, 0, hashlib.sha256()
     for text in read_texts(source):
@@ -176,13 +203,19 @@ def load_corpus(
             f"{source} holds no usable document: {short} shorter than {min_document} tokens; "
             "give more text or lower --min-document"
         )
-    fit, held_out = split_documents(documents)
-    corpus = Corpus(
-        pack(fit, length, end),
-        pack(held_out, length, end),
-        f"{Path(source).name}:{digest.hexdigest()[:12]}:{total}x{length}",
-        len(documents),
-    )
-    if not len(corpus.held_out.ids):
-        raise DataError(f"{source} has only {total} tokens: too few to hold any out; give at least 20")
-    return corpus
+    return documents, digest.hexdigest()[:12]
+
+
+def merge_corpora(corpora: Sequence[Corpus]) -> Corpus:
+    """One corpus of several with equal row lengths, rows interleaved so that every batch mixes them."""
+    lengths = {c.fit.ids.shape[1] for c in corpora}
+    if len(lengths) != 1:
+        raise DataError(f"corpora with rows of different lengths cannot be merged: {sorted(lengths)}")
+    fit, held_out = (_interleave([getattr(c, part) for c in corpora]) for part in ("fit", "held_out"))
+    return Corpus(fit, held_out, "+".join(c.id for c in corpora), sum(c.documents for c in corpora))
+
+
+def _interleave(parts: Sequence[Packed]) -> Packed:
+    place = torch.cat([torch.linspace(0, 1, len(p.ids)) for p in parts])
+    order = place.sort(stable=True).indices
+    return Packed(torch.cat([p.ids for p in parts])[order], torch.cat([p.mask for p in parts])[order])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Iterator
@@ -97,7 +96,9 @@ def calibrate(
             found[f"{position}.slope"], found[f"{position}.bias"] = slope.float().cpu(), bias.float().cpu()
             found |= {f"{position}.{name}": t.cpu() for name, t in _means(sums.pop(position)).items()}
         if resume is not None:
-            save_file(found, resume, metadata={"key": json.dumps(key)})
+            partial = resume.with_name(resume.name + ".partial")
+            save_file(found, partial, metadata={"key": json.dumps(key)})
+            partial.replace(resume)
     stacked = {
         name: torch.stack([found[f"{p}.{name}"] for p in range(len(layers))])
         for name in ("slope", "bias", "count", "energy_mean", "weight_mean", "output_norm_weighted", "mean_y")
@@ -140,7 +141,7 @@ def _collect(
     console: Console,
 ) -> dict[int, LayerSums]:
     sums = {p: LayerSums(facts.experts, facts.hidden, device) for p in positions}
-    keep = torch.empty(0)
+    keep: Tensor | slice = slice(None)
 
     def observe(position: int, hidden: Tensor, _logits: Tensor, ids: Tensor, weights: Tensor, outputs: Tensor) -> None:
         sums[position].add(hidden[keep], ids[keep], weights[keep], outputs[keep])
@@ -151,7 +152,7 @@ def _collect(
     with observe_routes(model, observe, positions):
         total = -(-len(part.ids) // rows)
         for ids, mask in track(_batches(part, rows, device), f"calibrating {what}", total, console=console):
-            keep = mask.flatten().nonzero().squeeze(-1)
+            keep = slice(None) if bool(mask.all()) else mask.flatten().nonzero().squeeze(-1)
             _forward(model, ids, mask)
     return sums
 
@@ -224,7 +225,8 @@ def _validate(
         total = -(-len(part.ids) // batch)
         for ids, mask in track(_batches(part, batch, device), "held-out retained energy", total, console=console):
             _forward(model, ids, mask)
-    r2 = torch.where((seen > 1) & (sst > 0), 1 - sse / sst, torch.nan)
+    fitted = found["count"].to(device) > 0
+    r2 = torch.where(fitted & (seen > 1) & (sst > 0), 1 - sse / sst, torch.nan)
     return (share / steps).cpu(), r2.float().cpu()
 
 
@@ -242,10 +244,3 @@ def _load_partial(path: Path, key: dict[str, Any]) -> dict[str, Tensor]:
         if json.loads((file.metadata() or {}).get("key", "null")) != key:
             raise ValueError(f"{path} is a partial calibration of another model, text or alpha grid; delete it first")
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
-
-
-def describe(stats: Stats) -> dict[str, Any]:
-    """Everything an artefact says about itself, for people and programs."""
-    facts = dataclasses.asdict(stats.facts) | {"config_hash": stats.facts.config_hash}
-    shapes = {name: list(t.shape) for name, t in stats.tensors.items()}
-    return {**stats.info, "facts": facts, "tensors": shapes}

@@ -67,7 +67,7 @@ FAMILIES: dict[str, Family] = {
         Family("olmoe", "OlmoeSparseMoeBlock", _softmax),
         Family("mixtral", "MixtralSparseMoeBlock", _softmax_of_selected),
         Family("gpt_oss", "GptOssMLP", _softmax_of_selected, router="router"),
-        Family("granitemoe", "GraniteMoeMoE", _softmax_of_selected, router="router"),
+        Family("granitemoe", "GraniteMoeMoE", _softmax_of_selected, router="router", needs="5.13"),
         Family("deepseek_v2", "DeepseekV2Moe", _deepseek_v2, float32=True),
         Family("deepseek_v3", "DeepseekV3MoE", _deepseek_v3, float32=True),
         Family("glm4_moe", "Glm4MoeMoE", _deepseek_v3, float32=True),
@@ -115,27 +115,37 @@ class MoeLayer:
         return outputs.view(*ids.shape, hidden.shape[-1])  # type: ignore[no-any-return]
 
 
+def text_config(model_or_config: Any) -> Any:
+    """The text part's config of a model or config."""
+    config = getattr(model_or_config, "config", model_or_config)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def require_family(config: Any) -> Family:
+    """The row of a config's architecture; UnsupportedModelError for a dense or an unknown one."""
+    config = text_config(config)
+    family = FAMILIES.get(config.model_type)
+    if family is not None:
+        return family
+    if not any("expert" in name for name in config.to_dict()):
+        raise UnsupportedModelError(
+            f"{config.model_type!r} is a dense model: it has no experts, so moebudget cannot help it"
+        )
+    raise UnsupportedModelError(
+        f"no row for the architecture {config.model_type!r}; known: {', '.join(sorted(FAMILIES))}. "
+        "A row in moebudget/integrations/families.py adds one"
+    )
+
+
 def moe_layers(model: nn.Module) -> list[MoeLayer]:
     """The Mixture-of-Experts layers of a transformers model, in order.
 
     Raises UnsupportedModelError for a dense model, an architecture without a row, or a layout without the seam.
     """
-    config: Any = getattr(model, "config", None)
-    if config is None:
+    if getattr(model, "config", None) is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no config: pass a model loaded with transformers")
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        looks_moe = any("moe" in type(m).__name__.lower() or n.endswith("experts") for n, m in model.named_modules())
-        if not looks_moe:
-            raise UnsupportedModelError(
-                f"{config.model_type!r} is a dense model: it has no experts, so moebudget cannot help it"
-            )
-        raise UnsupportedModelError(
-            f"no row for the architecture {config.model_type!r}; known: {', '.join(sorted(FAMILIES))}. "
-            "A row in moebudget/integrations/families.py adds one"
-        )
+    config = text_config(model)
+    family = require_family(config)
     found = []
     for name, block in model.named_modules():
         if type(block).__name__ != family.block:
@@ -158,9 +168,10 @@ def moe_layers(model: nn.Module) -> list[MoeLayer]:
 
 
 def model_facts(layers: list[MoeLayer], family: str) -> ModelFacts:
-    """What statistics of this model must agree on."""
+    """What statistics of this model must agree on; no `router_hash` for a model without weights (meta device)."""
     first = layers[0]
     ends = [first.weight, layers[-1].weight]
     indices = tuple(layer.index for layer in layers)
     n, d = first.weight.shape
-    return ModelFacts(family, indices, n, first.spec.top_k, d, hash_routers(ends))
+    digest = "" if first.weight.is_meta else hash_routers(ends)
+    return ModelFacts(family, indices, n, first.spec.top_k, d, digest)

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moebudget.integrations.families import MoeLayer, model_facts, moe_layers
+from moebudget.integrations.families import MoeLayer, model_facts, moe_layers, text_config
 from moebudget.policy import Policy
 from moebudget.presets import parse
 from moebudget.runtime import Counters, LayerRouter, read_counters
-from moebudget.stats import HOW, Stats
-from moebudget.types import NO_STATS, MissingStatisticError
+from moebudget.stats import Stats, require_stats
+from moebudget.types import NO_STATS
 
 MARK = "_moebudget_run"
 
@@ -31,16 +31,15 @@ class Run:
     def __init__(self, model: nn.Module, policy: Policy, stats: Stats | None, finished_ids: frozenset[int]) -> None:
         self.model, self.policy, self.finished_ids = model, policy, finished_ids
         self.layers = moe_layers(model)
-        if policy.needs:
-            if stats is None:
-                missing = ", ".join(sorted(policy.needs))
-                raise MissingStatisticError(f"policy {policy.name!r} needs calibrated statistics ({missing}); {HOW}")
+        require_stats(policy.name, policy.needs, stats)
+        if stats is not None and policy.needs:
             stats.check(model_facts(self.layers, model_type(model)), policy.needs)
         self.routers = [
             LayerRouter(policy, NO_STATS if stats is None else stats.layer(i), layer.weight.device)
             for i, layer in enumerate(self.layers)
         ]
-        self._steps: Tensor | None = None  # rows of the decode steps in this forward pass, None = prefill
+        self._steps: Tensor | None = None  # [S, B] rows of the decode steps in this forward pass, None = prefill
+        self._voting: Tensor | None = None  # [S, B] which of them vote, None = all
         self._explicit: Tensor | None = None
         self._seen = 0
         self.forwards = 0
@@ -75,6 +74,7 @@ class Run:
 
     def _before_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._seen = 0
+        self._voting = None
         self.forwards += 1
         if self._explicit is not None:
             self._steps = self._explicit
@@ -92,13 +92,13 @@ class Run:
             self._steps = None
             return
         assert shaped is not None
-        rows = torch.arange(shaped.shape[0], device=shaped.device)
+        self._steps = torch.arange(shaped.shape[0], device=shaped.device)[None]  # [1, B]
         if tokens is not None and self.finished_ids:
             ends = torch.tensor(sorted(self.finished_ids), device=tokens.device)
-            rows = torch.where(torch.isin(tokens[:, 0], ends), -1, rows)
-        self._steps = rows[None]  # [1, B]
+            self._voting = ~torch.isin(tokens.T, ends)
 
     def _after_forward(self, _module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
+        self._steps = None  # the decoder may be called on its own before the next pass
         if self._seen != len(self.layers):
             raise BypassedError(
                 f"{self._seen} of {len(self.layers)} Mixture-of-Experts layers called their experts module in this "
@@ -113,7 +113,7 @@ class Run:
             call = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
             names = list(call.arguments)[1:4]  # hidden, ids, weights
             hidden, ids, weights = (call.arguments[name] for name in names)
-            new_ids, new_weights = route_steps(layer, router, hidden, ids, weights, self._steps)
+            new_ids, new_weights = route_steps(layer, router, hidden, ids, weights, self._steps, self._voting)
             call.arguments[names[1]], call.arguments[names[2]] = new_ids, new_weights
             return call.args[1:], call.kwargs
 
@@ -121,14 +121,21 @@ class Run:
 
 
 def route_steps(
-    layer: MoeLayer, router: LayerRouter, hidden: Tensor, ids: Tensor, weights: Tensor, steps: Tensor
+    layer: MoeLayer,
+    router: LayerRouter,
+    hidden: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    steps: Tensor,
+    voting: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Apply the layer's policy to the decode steps [S, B] of flattened tokens; everything else keeps its routes.
 
     hidden [T, d], ids and weights [T, K] as the model computed them. Rows that a policy leaves alone come back bit
-    for bit, in the model's own slot order.
+    for bit, in the model's own slot order. Rows of a step that do not vote [S, B] run an expert of the set, weight 0.
     """
-    live, rows = steps >= 0, steps.clamp_min(0)
+    named, rows = steps >= 0, steps.clamp_min(0)
+    live = named if voting is None else named & voting
     z, own_ids, own_weights = hidden[rows], ids[rows], weights[rows]  # [S, B, ...]
     energy = None
     if router.policy.needs_energy:
@@ -137,11 +144,12 @@ def route_steps(
         z, layer.logits(z), bias=layer.selection_bias, live=live, routes=(own_ids, own_weights), energy=energy
     )
     routing = router(batch)
-    same = ((routing.ids == batch.ids) & (routing.weights == batch.weights)).all(-1, keepdim=True)
+    same = (routing.ids == batch.ids) & (routing.weights == batch.weights)
+    same = (same & batch.live[..., None]).all(-1, keepdim=True)
     new_ids = torch.where(same, own_ids, routing.ids.to(ids.dtype)).flatten(0, 1)
     new_weights = torch.where(same, own_weights, routing.weights.to(weights.dtype)).flatten(0, 1)
     padding = ids.shape[0]  # index of one extra row that empty slots write to
-    target = torch.where(live, steps, padding).flatten()
+    target = torch.where(named, steps, padding).flatten()
     out_ids = torch.cat([ids, ids[:1]]).index_copy(0, target, new_ids)[:padding]
     out_weights = torch.cat([weights, weights[:1]]).index_copy(0, target, new_weights)[:padding]
     return out_ids, out_weights
@@ -149,14 +157,13 @@ def route_steps(
 
 def model_type(model: nn.Module) -> str:
     """The architecture name that transformers uses, of the text part of the model."""
-    config: Any = model.config
-    return str(config.get_text_config().model_type if hasattr(config, "get_text_config") else config.model_type)
+    return str(text_config(model).model_type)
 
 
 def _ending_ids(model: nn.Module) -> frozenset[int]:
     """Tokens that only a finished row is fed during `generate`: the end-of-sequence and padding tokens."""
     ends: set[int] = set()
-    for config in (getattr(model, "generation_config", None), model.config):
+    for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
         for value in (getattr(config, "eos_token_id", None), getattr(config, "pad_token_id", None)):
             ends.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
     return frozenset(ends)

@@ -1,0 +1,142 @@
+#!/usr/bin/env python3
+"""Time and memory of calibration, by phase, for the demo model or a random-weight model of given layer sizes.
+
+    python scripts/bench_calibration.py --demo --device cuda
+    python scripts/bench_calibration.py --layers 4 --tokens 163840 --device cuda
+
+The random model has the layer sizes of Qwen3-30B-A3B (128 experts, top-8, hidden 2048, expert width 768, bf16). The
+time for all 48 layers and the published 2,455,552 + 489,472 tokens is extrapolated: the cost of a layer's forward and
+of its statistics a token, its solves, and its share of the held-out pass, each measured here, times their counts; a
+group of layers needs a pass of its own up to its last layer. Appends a row to benchmarks/results/calibration.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+from moebudget import provenance
+from moebudget.calibrate import DEFAULT_ALPHAS, Corpus, Packed, calibrate
+from moebudget.calibrate import run as phases
+from moebudget.calibrate.collect import LayerSums, solve_ridge
+from moebudget.integrations.families import model_facts, moe_layers
+
+PUBLISHED = {"layers": 48, "tokens": 2_455_552, "held_out": 489_472, "minutes": 38.9, "gpu": "RTX PRO 6000"}
+
+
+def random_qwen3(layers: int, device: str) -> Any:
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=8192, hidden_size=2048, num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=4,
+        head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    for layer in moe_layers(model):
+        layer.weight.data.normal_(0, 0.02)
+    return model
+
+
+def packed(tokens: int, length: int, vocabulary: int, seed: int) -> Packed:
+    n = max(1, tokens // length)
+    ids = torch.randint(0, vocabulary, (n, length), generator=torch.Generator().manual_seed(seed))
+    return Packed(ids, torch.ones_like(ids, dtype=torch.bool))
+
+
+def timed(call: Any, device: torch.device) -> tuple[Any, float]:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    result = call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return result, time.perf_counter() - started
+
+
+@torch.no_grad()
+def main() -> None:
+    ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    ap.add_argument("--demo", action="store_true", help="the embedded model on the embedded text")
+    ap.add_argument("--layers", type=int, default=4)
+    ap.add_argument("--tokens", type=int, default=163_840)
+    ap.add_argument("--length", type=int, default=2048)
+    ap.add_argument("--device", default="cpu")
+    ap.add_argument("--commit", help="commit of a tree without its history")
+    ap.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/calibration.jsonl")
+    a = ap.parse_args()
+    if a.demo:
+        from moebudget.calibrate import load_corpus, merge_corpora
+        from moebudget.demo.run import LENGTH, MODEL, embedded_text
+        from moebudget.integrations.loading import default_dtype, load_model, vocabulary
+
+        model, tokenizer = load_model(str(MODEL), device=a.device, dtype=default_dtype(a.device))
+        share = -(-a.tokens * 5 // 16)  # four domains; a fifth of the documents is held out
+        corpora = [
+            load_corpus(str(f), tokenizer, vocabulary(model), length=LENGTH, max_tokens=share)
+            for f in embedded_text("calibration")
+        ]
+        corpus, name = merge_corpora(corpora), "moebudget-demo-8m"
+    else:
+        model, name = random_qwen3(a.layers, a.device), f"Qwen3-30B-A3B sizes, {a.layers} layers, random weights"
+        corpus = Corpus(packed(a.tokens, a.length, 8192, 0), packed(a.tokens // 5, a.length, 8192, 1), "random", 0)
+    layers = moe_layers(model)
+    facts, device = model_facts(layers, "qwen3_moe"), layers[0].weight.device
+    quiet = Console(quiet=True)
+    warm = Packed(corpus.fit.ids[:8], corpus.fit.mask[:8])
+    phases._collect(model, warm, facts, range(len(layers)), 8, device, quiet)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    _, forward = timed(lambda: [phases._forward(model, *b) for b in phases._batches(corpus.fit, 8, device)], device)
+    sums, collect = timed(
+        lambda: phases._collect(model, corpus.fit, facts, range(len(layers)), 8, device, quiet), device
+    )
+    first = sums.pop(0)
+    sums.clear()
+    _, solve = timed(lambda: solve_ridge(first, list(DEFAULT_ALPHAS)), device)
+    first = None
+    stats, total = timed(lambda: calibrate(model, corpus, model_id=name, quiet=True), device)
+    validate = max(0.0, total - collect - solve * len(layers))
+    row = {
+        "bench": "calibration", "model": name, "tokens": corpus.fit.tokens, "held_out_tokens": corpus.held_out.tokens,
+        "seconds": round(total, 2), "tokens_per_s": round(corpus.fit.tokens / total),
+        "collect_tokens_per_s": round(corpus.fit.tokens / collect), "forward_s": round(forward, 3),
+        "collect_s": round(collect, 3), "solve_s_a_layer": round(solve, 3), "validate_s": round(validate, 3),
+        "layers_a_pass": phases.layers_per_pass(facts, device),
+        "sums_mb_a_layer": round(LayerSums.size_in_bytes(facts.experts, facts.hidden) / 1e6, 1),
+        "peak_gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if device.type == "cuda" else None,
+        "retained_energy": stats.info["retained_energy"], "r2_heldout": stats.info["r2_heldout"],
+    }  # fmt: skip
+    if not a.demo:
+        row |= extrapolate(row, len(layers))
+    row |= provenance.stamp(device)
+    if a.commit:
+        row["commit"] = a.commit
+    provenance.append_rows(a.results, [row])
+    print(row)
+
+
+def extrapolate(row: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Minutes for 48 layers on the published number of tokens, with 61 GB of weights beside the sums."""
+    total, n = PUBLISHED["layers"], row["tokens"] * layers
+    forward, statistics = row["forward_s"] / n, (row["collect_s"] - row["forward_s"]) / n  # a layer and token
+    free = 0.6 * (torch.cuda.mem_get_info()[1] - 61e9) if torch.cuda.is_available() else 0
+    group = max(1, min(total, int(free // (row["sums_mb_a_layer"] * 1e6))))
+    passes = [min(end, total) for end in range(group, total + group, group)]
+    seconds = PUBLISHED["tokens"] * (forward * sum(passes) + statistics * total) + row["solve_s_a_layer"] * total
+    seconds += row["validate_s"] / (row["held_out_tokens"] * layers) * total * PUBLISHED["held_out"]
+    return {"extrapolated_minutes": round(seconds / 60, 1), "extrapolated_passes": len(passes), "published": PUBLISHED}
+
+
+if __name__ == "__main__":
+    main()
