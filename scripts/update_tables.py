@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""Write the tables and the plot of README and docs from the rows in benchmarks/results.
+
+    python scripts/update_tables.py
+
+A table stands between `<!-- name -->` and `<!-- /name -->`. The rows of the newest run of each kind are used.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+from moebudget.evaluate.plot import plot_quality
+
+RESULTS = ROOT / "benchmarks/results"
+LABELS = {
+    "dense": "unchanged model",
+    "topk": "plain top-k",
+    "oea": "OEA",
+    "router_mass": "router mass",
+    "squared": "squared weights",
+    "static": "mean energy",
+    "base": "**BASE**",
+    "oracle": "true energy (bound)",
+}
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def newest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of the last run: those that share the last row's stamp."""
+    return [r for r in rows if (r["date"], r["command"]) == (rows[-1]["date"], rows[-1]["command"])]
+
+
+def with_half(value: float, half: float | None, digits: int) -> str:
+    return f"{value:.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
+
+
+def quality_table(rows: list[dict[str, Any]]) -> str:
+    dense = rows[0]
+    lines = [
+        f"The embedded model (8M parameters, 6 layers of 64 experts, 8 a token), batch {dense['B']}, decode mode, "
+        f"{dense['tokens']:,} held-out tokens and {dense['items']:,} task items a row; ± is half of a 95 % interval, for the "
+        "loss paired with the unchanged model.",
+        "",
+        "| rule | policy | experts fetched | MB a step | loss above dense | same token, % | retained energy | tasks, % |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for r in rows:
+        loss = (
+            "0 (loss " + f"{r['nll']:.3f})"
+            if r is dense
+            else with_half(r["nll"] - r["dense_nll"], r["nll_delta_ci95"], 3)
+        )
+        cells = [LABELS[r["policy"].partition(":")[0]], f"`{r['policy']}`", f"{r['fetched']:.1f}"]
+        cells += [f"{r['expert_mb_a_step']:.1f}", loss, f"{r['agreement']:.1f}", f"{r['retained_energy']:.3f}"]
+        cells.append(with_half(r["task_avg"], r["task_ci95"], 1))
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        f"Rows: [quality.jsonl](benchmarks/results/quality.jsonl), commit {dense['commit']}, {dense['device']}.",
+    ]
+    return "\n".join(lines)
+
+
+def calibration_table(rows: list[dict[str, Any]]) -> str:
+    last = {(r["model"], r["device"]): r for r in rows}
+    lines = [
+        "| model | device | tokens | seconds | tokens/s | forward alone | sums a layer | peak memory |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for r in last.values():
+        peak = "" if r["peak_gpu_gb"] is None else f"{r['peak_gpu_gb']:.1f} GB"
+        cells = [r["model"], r["device"], f"{r['tokens']:,}", f"{r['seconds']:.1f}", f"{r['tokens_per_s']:,}"]
+        cells += [f"{r['forward_s']:.1f} s", f"{r['sums_mb_a_layer']:,.0f} MB", peak]
+        lines.append("| " + " | ".join(cells) + " |")
+    for r in last.values():
+        if "extrapolated_minutes" in r:
+            p = r["published"]
+            lines += [
+                "",
+                f"Extrapolated from the last row to {p['layers']} layers and {p['tokens']:,} tokens, in "
+                f"{r['extrapolated_passes']} passes beside 61 GB of weights: {r['extrapolated_minutes']:.1f} minutes "
+                f"(published: {p['minutes']} on an {p['gpu']}). The cost of a layer's forward and of its statistics a token, "
+                "of its solves and of its share of the held-out pass are measured on four layers and multiplied by their counts; "
+                "reading and tokenizing text is not in it.",
+            ]
+    return "\n".join(lines)
+
+
+def replace(path: Path, name: str, text: str) -> None:
+    before = path.read_text(encoding="utf-8")
+    pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    if not pattern.search(before):
+        raise SystemExit(f"{path} has no place for {name}")
+    path.write_text(pattern.sub(lambda m: f"{m[1]}\n{text}\n\n{m[2]}", before), encoding="utf-8")
+
+
+def main() -> None:
+    quality = newest(rows_of("quality"))
+    plot_quality(quality, ROOT / "docs/assets/quality.png")
+    replace(ROOT / "README.md", "quality-table", quality_table(quality))
+    replace(ROOT / "docs/calibration.md", "calibration-table", calibration_table(rows_of("calibration")))
+
+
+if __name__ == "__main__":
+    main()
