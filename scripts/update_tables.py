@@ -48,10 +48,10 @@ def quality_table(rows: list[dict[str, Any]]) -> str:
     dense = rows[0]
     lines = [
         f"The embedded model (8M parameters, 6 layers of 64 experts, 8 a token), batch {dense['B']}, decode mode, "
-        f"{dense['tokens']:,} held-out tokens and {dense['items']:,} task items a row; ± is half of a 95 % interval, for the "
-        "loss paired with the unchanged model.",
+        f"{dense['tokens']:,} held-out tokens and {dense['items']:,} task items a row; ± is half of a 95 % "
+        "interval, for the loss paired with the unchanged model.",
         "",
-        "| rule | policy | experts fetched | MB a step | loss above dense | same token, % | retained energy | tasks, % |",
+        "| rule | policy | experts | MB a step | loss above dense | same token, % | retained energy | tasks, % |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for r in rows:
@@ -89,9 +89,9 @@ def calibration_table(rows: list[dict[str, Any]]) -> str:
                 "",
                 f"Extrapolated from the last row to {p['layers']} layers and {p['tokens']:,} tokens, in "
                 f"{r['extrapolated_passes']} passes beside 61 GB of weights: {r['extrapolated_minutes']:.1f} minutes "
-                f"(published: {p['minutes']} on an {p['gpu']}). The cost of a layer's forward and of its statistics a token, "
-                "of its solves and of its share of the held-out pass are measured on four layers and multiplied by their counts; "
-                "reading and tokenizing text is not in it.",
+                f"(published: {p['minutes']} on an {p['gpu']}). The cost of a layer's forward and of its "
+                "statistics a token, of its solves and of its share of the held-out pass are measured on four layers "
+                "and multiplied by their counts; reading and tokenizing text is not in it.",
             ]
     return "\n".join(lines)
 

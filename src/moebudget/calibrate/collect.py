@@ -20,8 +20,8 @@ class LayerSums:
     """Sums over the tokens routed to each expert u: x = z/|z|, y = log |E_u(z)|^2.
 
     n, sum y, sum y^2, sum e = |E_u(z)|^2, sum w, sum w |E_u(z)|: [N] float64; sum x, sum x y: [N, d] float64;
-    the Gram matrix sum (x - c)(x - c)^T: [N, d, d] float32. c [N, d] is the mean of the expert's first batch: without it
-    the rounding of the large common part of all x would swamp the variation that the regression reads.
+    the Gram matrix sum (x - c)(x - c)^T: [N, d, d] float32. c [N, d] is the mean of the expert's first batch: without
+    it the rounding of what all x have in common would swamp the differences that the regression reads.
     """
 
     def __init__(self, experts: int, hidden: int, device: torch.device | str) -> None:
