@@ -93,20 +93,20 @@ def main() -> None:
     layers = moe_layers(model)
     facts, device = model_facts(layers, "qwen3_moe"), layers[0].weight.device
     quiet = Console(quiet=True)
-    warm = Packed(corpus.fit.ids[:8], corpus.fit.mask[:8])
-    phases._collect(model, warm, facts, range(len(layers)), 8, device, quiet)
+    warm = Corpus(*(Packed(p.ids[:8], p.mask[:8]) for p in (corpus.fit, corpus.held_out)), "warm-up", 0)
+    calibrate(model, warm, model_id=name, quiet=True)
+    everything = range(len(layers))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     _, forward = timed(lambda: [phases._forward(model, *b) for b in phases._batches(corpus.fit, 8, device)], device)
-    sums, collect = timed(
-        lambda: phases._collect(model, corpus.fit, facts, range(len(layers)), 8, device, quiet), device
-    )
-    first = sums.pop(0)
+    sums, collect = timed(lambda: phases._collect(model, corpus.fit, facts, everything, 8, device, quiet), device)
+    solved, solve = timed(lambda: [solve_ridge(sums[p], list(DEFAULT_ALPHAS)) for p in everything], device)
+    found = {"slope": torch.stack([a for a, _ in solved]).float(), "bias": torch.stack([b for _, b in solved]).float()}
+    found["mean_y"] = torch.stack([phases._means(sums[p])["mean_y"] for p in everything])
     sums.clear()
-    _, solve = timed(lambda: solve_ridge(first, list(DEFAULT_ALPHAS)), device)
-    first = None
+    _, validate = timed(lambda: phases._validate(model, corpus.held_out, found, 10, 16, device, quiet), device)
+    solve /= len(layers)
     stats, total = timed(lambda: calibrate(model, corpus, model_id=name, quiet=True), device)
-    validate = max(0.0, total - collect - solve * len(layers))
     row = {
         "bench": "calibration", "model": name, "tokens": corpus.fit.tokens, "held_out_tokens": corpus.held_out.tokens,
         "seconds": round(total, 2), "tokens_per_s": round(corpus.fit.tokens / total),

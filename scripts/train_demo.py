@@ -55,8 +55,8 @@ class Config:
     warmup: int = 200
     decay_from: float = 0.5  # share of the steps after which the learning rate falls linearly to 0
     weight_decay: float = 0.1
-    balance: float = 0.01  # weight of the per-layer load loss
-    skew: float = 15.0  # expected load of the u-th most used expert ~ exp(-u / skew); 0: equal loads
+    balance: float = 0.03  # weight of the per-layer load loss
+    skew: float = 9.0  # expected load of the u-th most used expert ~ exp(-u / skew); 0: equal loads
     seed: int = 0
 
 
@@ -288,7 +288,7 @@ def main() -> None:
     ap.add_argument("--tokenizer", type=Path, required=True)
     ap.add_argument("--work", type=Path, required=True)
     ap.add_argument("--out", type=Path, required=True)
-    ap.add_argument("--tokens", type=float, default=500e6)
+    ap.add_argument("--tokens", type=float, default=400e6)
     ap.add_argument("--seconds", type=float, default=560)
     ap.add_argument("--device", default="cuda")
     ap.add_argument("--items", type=int, default=100, help="test items a task in a check")
