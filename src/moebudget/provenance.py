@@ -31,7 +31,9 @@ def versions() -> dict[str, str]:
 def commit() -> str:
     """The commit of the source tree, `+dirty` if it has changes, `unknown` outside a checkout."""
     here = Path(__file__).parent
-    try:
+    try:  # installed inside somebody else's checkout, this file is not one of theirs
+        tracked = ["git", "ls-files", "--error-unmatch", Path(__file__).name]
+        subprocess.run(tracked, cwd=here, capture_output=True, check=True)
         sha = subprocess.run(
             ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, check=True
         ).stdout.strip()

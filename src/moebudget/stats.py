@@ -56,7 +56,8 @@ class Stats:
 
     predictor_weight [L, N, d], predictor_bias [L, N]: log energy of expert u is a_u . z/|z| + b_u
     energy_mean [L, N]: mean of |E_u(z)|^2 over tokens routed to u; output_norm_weighted: mean of w |E_u(z)|
-    count, weight_mean [L, N]; r2_heldout [L, N] (NaN where an expert got fewer than two held-out tokens)
+    count, weight_mean [L, N]; r2_heldout [L, N] (NaN where an expert got fewer than two held-out tokens,
+    or no token to fit)
     """
 
     facts: ModelFacts

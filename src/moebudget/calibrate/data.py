@@ -194,7 +194,7 @@ def tokenize(
         if max_tokens is not None:
             tokens = tokens[: max_tokens - total]
         documents.append(tokens)
-        digest.update(text.encode())
+        digest.update(text.encode() + b"\0")
         total += len(tokens)
         if max_tokens is not None and total >= max_tokens:
             break

@@ -53,7 +53,8 @@ def plot_quality(rows: Sequence[dict[str, Any]], path: Path) -> None:
     left.set_title(f"held-out text, batch {dense['B']} (dense fetches {dense['fetched']:.1f})", fontsize=10)
     left.set_ylim(bottom=0)
     left.grid(alpha=0.25)
-    left.legend(fontsize=8, frameon=False)
+    if left.get_legend_handles_labels()[0]:
+        left.legend(fontsize=8, frameon=False)
     if with_tasks:
         right = axes[0][1]
         right.axhline(dense["task_avg"], color="black", linewidth=1, linestyle=":")

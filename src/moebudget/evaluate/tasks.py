@@ -104,6 +104,8 @@ def evaluate_tasks(
     which is what greedy decoding gives; only the routes of batch mates that have already failed can differ from a
     free-running decode. `start_id` is put before every prompt. `chunk` items go through the model at a time.
     """
+    if not items:
+        raise ValueError("no task items to evaluate")
     device = next(model.parameters()).device
     encoded = [_encode(tokenizer, item, start_id) for item in items]
     groups = _length_groups([len(target) for _, target in encoded], chunk)

@@ -57,6 +57,8 @@ def evaluate_text(
     """
     if not 1 <= prefill < windows.shape[1] - 1:
         raise ValueError(f"prefill={prefill} must lie between 1 and {windows.shape[1] - 2}, the positions of a window")
+    if not len(windows):
+        raise ValueError("no windows of text to evaluate")
     device = next(model.parameters()).device
     sums = [_Sums() for _ in policies]
     console = Console(stderr=True, quiet=quiet)

@@ -11,6 +11,8 @@ from moebudget.integrations.families import model_facts, moe_layers, require_fam
 from moebudget.integrations.transformers import model_type
 from moebudget.stats import ModelFacts, Stats
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
 
 class MissingExtraError(ImportError):
     """A package of an extra is not installed."""
@@ -47,8 +49,8 @@ def load_model(model: str, *, device: str, dtype: str, stats: Stats | None = Non
     if stats is not None:
         stats.check(facts)
     transformers = transformers_module()
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"unknown dtype {dtype!r}: use auto, float32, bfloat16 or float16")
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {device!r} was asked for, but torch sees no GPU; use --device cpu")
     try:

@@ -28,7 +28,9 @@ class BypassedError(RuntimeError):
 class Run:
     """A policy attached to a model: its counters, its budget, and which rows of the next forward pass are decoding."""
 
-    def __init__(self, model: nn.Module, policy: Policy, stats: Stats | None, finished_ids: frozenset[int]) -> None:
+    def __init__(
+        self, model: nn.Module, policy: Policy, stats: Stats | None, finished_ids: frozenset[int] | None
+    ) -> None:
         self.model, self.policy, self.finished_ids = model, policy, finished_ids
         self.layers = moe_layers(model)
         require_stats(policy.name, policy.needs, stats)
@@ -41,6 +43,8 @@ class Run:
         self._steps: Tensor | None = None  # [S, B] rows of the decode steps in this forward pass, None = prefill
         self._voting: Tensor | None = None  # [S, B] which of them vote, None = all
         self._explicit: Tensor | None = None
+        self._prompt = False  # `generate` is reading its prompt
+        self._ends = self._ending_ids()
         self._seen = 0
         self.forwards = 0
 
@@ -72,6 +76,30 @@ class Run:
         finally:
             self._explicit = None
 
+    def _ending_ids(self, *configs: Any) -> frozenset[int]:
+        """Tokens that only a finished row is fed: the given ones, else those that end and pad by the configs."""
+        if self.finished_ids is not None:
+            return self.finished_ids
+        values = [
+            getattr(config, name, None)
+            for config in configs or (getattr(self.model, "generation_config", None), self.model.config)
+            for name in ("eos_token_id", "pad_token_id")
+        ]
+        flat = [x for value in values for x in (value if isinstance(value, list | tuple) else [value])]
+        return frozenset(x for x in flat if x is not None)
+
+    def _watch_prompt(self, prefill: Callable[..., Any]) -> Callable[..., Any]:
+        """`generate` reads its prompt, whole or in pieces, by this method, with all settings of the call resolved."""
+
+        def watched(input_ids: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+            self._prompt, self._ends = True, self._ending_ids(generation_config)
+            try:
+                return prefill(input_ids, generation_config, *args, **kwargs)
+            finally:
+                self._prompt = False
+
+        return watched
+
     def _before_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._seen = 0
         self._voting = None
@@ -85,16 +113,15 @@ class Run:
         shaped = tokens if tokens is not None else given.get("inputs_embeds")
         cache = given.get("past_key_values")
         cache = given.get("cache") if cache is None else cache
-        decoding = (
-            shaped is not None and shaped.shape[1] == 1 and cache is not None and int(cache.get_seq_length()) > 0
-        )
-        if not decoding:
-            self._steps = None
+        self._steps = None
+        if self._prompt:
             return
-        assert shaped is not None
+        if shaped is None or shaped.shape[1] > 1 or cache is None or int(cache.get_seq_length()) == 0:
+            self._ends = self._ending_ids()
+            return
         self._steps = torch.arange(shaped.shape[0], device=shaped.device)[None]  # [1, B]
-        if tokens is not None and self.finished_ids:
-            ends = torch.tensor(sorted(self.finished_ids), device=tokens.device)
+        if tokens is not None and self._ends:
+            ends = torch.tensor(sorted(self._ends), device=tokens.device)
             self._voting = ~torch.isin(tokens.T, ends)
 
     def _after_forward(self, _module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
@@ -160,26 +187,18 @@ def model_type(model: nn.Module) -> str:
     return str(text_config(model).model_type)
 
 
-def _ending_ids(model: nn.Module) -> frozenset[int]:
-    """Tokens that only a finished row is fed during `generate`: the end-of-sequence and padding tokens."""
-    ends: set[int] = set()
-    for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
-        for value in (getattr(config, "eos_token_id", None), getattr(config, "pad_token_id", None)):
-            ends.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
-    return frozenset(ends)
-
-
 @contextmanager
 def attach(
     model: nn.Module, policy: Policy | str, stats: Stats | None = None, *, finished_ids: frozenset[int] | None = None
 ) -> Iterator[Run]:
     """Re-route the model's decode steps by `policy` inside the `with` block; the model is itself again afterwards.
 
-    A forward pass is a decode step when it feeds one token a row on top of a filled cache; everything else is prefill
-    and stays bit for bit what the model computes. Rows that are fed one of `finished_ids` (default: the model's
-    end-of-sequence and padding tokens) have finished: they do not vote and fetch nothing of their own. Pass
-    `finished_ids=frozenset()` if your own loop feeds such tokens within a text. Steps that feed several tokens a row
-    (assisted generation) count as prefill unless `run.decode_steps` names their rows.
+    A forward pass is a decode step when it feeds one token a row on top of a filled cache and is not part of the
+    prompt of `generate`; everything else is prefill and stays bit for bit what the model computes. Rows that are fed
+    one of `finished_ids` (default: the end-of-sequence and padding tokens of the model or the `generate` call) have
+    finished: they do not vote and fetch nothing of their own. Pass `finished_ids=frozenset()` if your own loop feeds
+    such tokens within a text. Steps that feed several tokens a row (assisted generation) count as prefill unless
+    `run.decode_steps` names their rows.
 
     `generate` compiles static-cache decoding on some devices; that is switched off while attached, because the hooks
     count on the host.
@@ -192,7 +211,7 @@ def attach(
         raise RuntimeError(
             f"a policy is attached to this model already ({getattr(model, MARK)!s}); leave that block first"
         )
-    run = Run(model, policy, stats, _ending_ids(model) if finished_ids is None else finished_ids)
+    run = Run(model, policy, stats, finished_ids)
     with ExitStack() as undo:
         setattr(model, MARK, policy)
         undo.callback(delattr, model, MARK)
@@ -205,6 +224,9 @@ def attach(
                 if had
                 else (lambda: delattr(generation, "disable_compile"))
             )
+        if hasattr(model, "_prefill"):
+            undo.callback(_restore, model, "_prefill", model.__dict__.get("_prefill"))
+            model._prefill = run._watch_prompt(model._prefill)  # type: ignore[arg-type,assignment]
         undo.callback(model.register_forward_pre_hook(run._before_forward, with_kwargs=True).remove)
         undo.callback(model.register_forward_hook(run._after_forward).remove)
         for layer, router in zip(run.layers, run.routers, strict=True):
@@ -250,14 +272,13 @@ def observe_routes(model: nn.Module, observer: Observer, only: range | None = No
     with ExitStack() as undo:
         for position, layer in enumerate(layers):
             if only is None or position in only:
-                before = layer.experts.__dict__.get("forward")
+                undo.callback(_restore, layer.experts, "forward", layer.experts.__dict__.get("forward"))
                 layer.experts.forward = observed(position, layer)
-                undo.callback(_restore_forward, layer.experts, before)
         yield layers
 
 
-def _restore_forward(module: nn.Module, before: Any) -> None:
+def _restore(module: nn.Module, method: str, before: Any) -> None:
     if before is None:
-        del module.forward
+        delattr(module, method)
     else:
-        module.forward = before
+        setattr(module, method, before)

@@ -1,0 +1,145 @@
+"""Problems that the core tests share: every router kind in every shape, with ties, negative scores and statistics."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from functools import cache, cached_property
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moebudget.policy import Policy
+from moebudget.presets import parse
+from moebudget.router import RouterSpec
+from moebudget.types import LayerStats, RouterBatch, Routing
+from tests import reference
+
+KINDS: dict[str, dict[str, Any]] = {
+    "softmax_renorm": {"scoring": "softmax"},
+    "softmax": {"scoring": "softmax", "renormalize": False, "scale": 1.5},
+    "sigmoid_bias": {"scoring": "sigmoid", "scale": 2.5},
+    "groups_max": {"scoring": "softmax", "renormalize": False, "scale": 16.0, "groups": 4, "group_score": "max"},
+    "groups_top2": {"scoring": "sigmoid", "scale": 2.5, "groups": 4, "group_score": "top2"},
+}
+SHAPES = list(itertools.product((0, 1, 2, 5, 16), (8, 60, 64), (1, 2, 8)))  # T, N, K
+BUDGETED = (
+    "router_mass:budget=M",
+    "squared:budget=M",
+    "static:budget=M",
+    "base:budget=M",
+    "base:budget=M,fill=executed",
+    "base:budget=M,fill=drop",
+    "oracle:budget=M",
+)
+POLICIES = ("dense", "topk:k=1", "topk:k=3", "oea:k0=1", "oea:k0=2,fill=original", *BUDGETED)
+HIDDEN = 6
+
+over_kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def over_policies(policies: tuple[str, ...] = POLICIES) -> Callable[[Any], Any]:
+    """Run a test for every preset and router kind; the test walks the shapes."""
+    return lambda test: pytest.mark.parametrize("text", policies)(over_kinds(test))
+
+
+def make_spec(kind: str, n: int, k: int) -> RouterSpec:
+    """A router of the kind; of four groups two are open, or all where two cannot hold K routes."""
+    facts = KINDS[kind]
+    groups = facts.get("groups", 1)
+    open_groups = 1 if groups == 1 else 2 if n // groups * 2 >= k else groups
+    return RouterSpec(n, k, **facts, open_groups=open_groups)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Problem:
+    """One step of one layer, before the router: T rows, N experts."""
+
+    spec: RouterSpec
+    hidden: Tensor  # [T, d]
+    logits: Tensor  # [T, N]
+    energies: Tensor  # [T, N]
+    bias: Tensor | None  # [N]
+    stats: LayerStats
+    budget: int
+    live: Tensor | None = None  # [T]
+    routes: tuple[Tensor, Tensor] | None = None  # [T, K]
+
+    @cached_property
+    def batch(self) -> RouterBatch:
+        batch = self.spec(self.hidden, self.logits, bias=self.bias, live=self.live, routes=self.routes)
+        return dataclasses.replace(batch, energy=self.energies.gather(-1, batch.ids))
+
+    @property
+    def rows(self) -> int:
+        return self.logits.shape[0]
+
+    @property
+    def shape(self) -> str:
+        return f"T={self.rows} N={self.spec.num_experts} K={self.spec.top_k} M={self.budget}"
+
+    def take(self, rows: Tensor) -> Problem:
+        """The problem with these rows, in this order."""
+        return self.with_rows(self.hidden[rows], self.logits[rows], self.energies[rows])
+
+    def with_rows(self, hidden: Tensor, logits: Tensor, energies: Tensor, **changes: Any) -> Problem:
+        return dataclasses.replace(self, hidden=hidden, logits=logits, energies=energies, **changes)
+
+    @cached_property
+    def reference(self) -> list[reference.Row]:
+        bias = None if self.bias is None else self.bias.tolist()
+        return [reference.native(self.spec, row, bias) for row in self.logits.tolist()]
+
+    def policy(self, text: str) -> Policy:
+        """The policy of one of POLICIES at this problem's budget."""
+        return parse(text.replace("M", str(self.budget)))
+
+
+def make_problem(kind: str, t: int, n: int, k: int, budget: int = 3, seed: int = 0) -> Problem:
+    """A random step. Logits and bias lie on a grid, so that ties occur; biased sigmoid scores are mostly negative."""
+    g = torch.Generator().manual_seed(seed + 1000 * t + 10 * n + k)
+    logits = (torch.randn(t, n, generator=g) * 24).round() / 16
+    bias = (torch.randn(n, generator=g) * 2).round() / 8 - 1 if "sigmoid" in KINDS[kind]["scoring"] else None
+    stats = {
+        "predictor_weight": torch.randn(n, HIDDEN, generator=g),
+        "predictor_bias": torch.randn(n, generator=g),
+        "energy_mean": torch.rand(n, generator=g) + 0.1,
+    }
+    hidden, energies = torch.randn(t, HIDDEN, generator=g), torch.rand(t, n, generator=g) + 0.1
+    return Problem(make_spec(kind, n, k), hidden, logits, energies, bias, LayerStats(stats), budget)
+
+
+@cache
+def problems(kind: str) -> tuple[Problem, ...]:
+    """One problem a shape, with budgets that go round."""
+    budgets = itertools.cycle((1, 3, 6, 10))
+    return tuple(make_problem(kind, t, n, k, m) for (t, n, k), m in zip(SHAPES, budgets, strict=False))
+
+
+@cache
+def solved(text: str, kind: str) -> tuple[tuple[Problem, Policy, Routing], ...]:
+    """The policy's result on every problem of the kind."""
+    policies = ((problem, problem.policy(text)) for problem in problems(kind))
+    return tuple((problem, policy, policy(problem.batch, problem.stats)) for problem, policy in policies)
+
+
+def used_slots(routing: Routing) -> list[reference.Routes]:
+    """A row's executed routes in slot order, without unused slots."""
+    rows = zip(routing.ids.tolist(), routing.weights.tolist(), strict=True)
+    return [[(u, w) for u, w in zip(ids, weights, strict=True) if w != 0] for ids, weights in rows]
+
+
+def assert_routes(routing: Routing, expected: list[reference.Routes], where: str = "") -> None:
+    """Ids and slot order exactly, weights to 1e-5."""
+    for t, (found, wanted) in enumerate(zip(used_slots(routing), expected, strict=True)):
+        assert [u for u, _ in found] == [u for u, _ in wanted], f"{where} row {t}"
+        assert [w for _, w in found] == pytest.approx([w for _, w in wanted], rel=1e-5, abs=1e-6), f"{where} row {t}"
+
+
+def assert_same(found: Routing, wanted: Routing, where: str = "") -> None:
+    """Ids exactly, weights to float32 rounding."""
+    assert torch.equal(found.ids, wanted.ids), where
+    torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-6, atol=1e-7, equal_nan=True)

@@ -1,0 +1,75 @@
+"""What README and docs tell people to type must exist."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+import typer.main
+
+from moebudget.cli import app
+from moebudget.presets import PRESETS, parse
+from moebudget.router import RouterSpec
+from moebudget.types import LayerStats
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands() -> list[tuple[str, str]]:
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            joined = block.replace("\\\n", " ")
+            found += [(page.name, line.split("#")[0]) for line in joined.splitlines() if line.startswith("moebudget ")]
+    return found
+
+
+@pytest.mark.parametrize(("page", "line"), commands())
+def test_documented_command_has_these_options(page: str, line: str) -> None:
+    words = line.split()
+    group = typer.main.get_command(app)
+    command = group.commands[words[1]]  # type: ignore[attr-defined]
+    known = {name for parameter in command.params for name in parameter.opts}
+    used = {word for word in words if word.startswith("-")}
+    assert used <= known, f"{page}: {used - known}"
+    for policy in re.findall(r"--policy (\S+)", line):
+        parse(policy)
+
+
+def test_every_preset_stands_in_readme_and_methods() -> None:
+    for page in (ROOT / "README.md", ROOT / "docs/methods.md"):
+        text = page.read_text(encoding="utf-8")
+        missing = [name for name in PRESETS if f"`{name}" not in text and name != "dense"]
+        assert not missing, f"{page.name}: {missing}"
+
+
+def test_method_example_runs_as_printed() -> None:
+    page = (ROOT / "docs/add-a-method.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, object] = {}
+    exec(compile(code, "add-a-method.md", "exec"), names)
+    policy = names["worst_row"]
+    torch.manual_seed(0)
+    batch = RouterSpec(32, 4)(torch.randn(8, 16), torch.randn(8, 32))
+    stats = LayerStats({"predictor_weight": torch.randn(32, 16), "predictor_bias": torch.randn(32)})
+    routing = policy(batch, stats)  # type: ignore[operator]
+    assert len(set(routing.ids.flatten().tolist())) == 10
+
+
+def test_relative_links_of_the_readme_exist() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
+        assert (ROOT / link).exists(), link
+
+
+def test_tables_say_what_the_rows_say() -> None:
+    """`scripts/update_tables.py` was run after the last benchmark row was added."""
+    script = runpy.run_path(str(ROOT / "scripts/update_tables.py"))
+    quality = script["quality_table"](script["newest"](script["rows_of"]("quality")))
+    assert quality in (ROOT / "README.md").read_text(encoding="utf-8")
+    calibration = script["calibration_table"](script["rows_of"]("calibration"))
+    assert calibration in (ROOT / "docs/calibration.md").read_text(encoding="utf-8")

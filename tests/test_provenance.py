@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moebudget import provenance
+
+
+def test_a_row_carries_everything_that_is_needed_to_repeat_it() -> None:
+    row = provenance.stamp("cpu")
+    assert set(row) == {"date", "commit", "command", "device", "versions"}
+    assert json.loads(json.dumps(row)) == row
+    assert row["versions"]["torch"] == torch.__version__
+    assert row["versions"]["python"].startswith(f"{sys.version_info[0]}.{sys.version_info[1]}.")
+    assert row["device"].endswith(f", {torch.get_num_threads()} threads")
+    assert len(row["date"]) == len("2026-01-01T00:00:00Z")
+    assert row["date"].endswith("Z")
+
+
+def test_versions_leave_out_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "PACKAGES", ("torch", "no-such-package"))
+    assert set(provenance.versions()) == {"python", "torch"}
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, **outputs: str) -> None:
+    """Let git answer `rev-parse` and `status` with these outputs; anything else fails."""
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        assert command[0] == "git"
+        key = command[1].replace("-", "_")
+        if key not in outputs:
+            raise subprocess.CalledProcessError(128, command)
+        return subprocess.CompletedProcess(command, 0, outputs[key], "")
+
+    monkeypatch.setattr(provenance.subprocess, "run", run)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "commit"),
+    [
+        ({"rev_parse": "0123456789ab\n", "status": "\n"}, "0123456789ab"),
+        ({"rev_parse": "0123456789ab\n", "status": " M src/moebudget/score.py\n"}, "0123456789ab+dirty"),
+        ({}, "unknown"),
+        ({"rev_parse": "0123456789ab\n"}, "unknown"),
+    ],
+)
+def test_a_number_of_changed_code_does_not_claim_a_clean_commit(
+    monkeypatch: pytest.MonkeyPatch, outputs: dict[str, str], commit: str
+) -> None:
+    answer(monkeypatch, **outputs)
+    assert provenance.commit() == commit
+
+
+def test_a_machine_without_git_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(provenance.subprocess, "run", run)
+    assert provenance.commit() == "unknown"
+
+
+def test_a_command_can_be_pasted_and_does_not_tell_where_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/home/someone/.venv/bin/moebudget", "eval", "--data", "a file.txt"])
+    assert provenance.command() == "moebudget eval --data 'a file.txt'"
+
+
+def test_rows_are_appended_and_the_folder_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "rows.jsonl"
+    provenance.append_rows(path, [{"a": 1}, {"a": 2}])
+    provenance.append_rows(path, [{"a": 3}])
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"a": 1}, {"a": 2}, {"a": 3}]

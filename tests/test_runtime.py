@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from moebudget.presets import parse
+from moebudget.runtime import FIELDS, Counters, LayerRouter, count_step, fetched_experts, read_counters
+from moebudget.types import RouterBatch, Routing
+from tests.conftest import BUDGETED, POLICIES, make_problem, over_policies, solved, used_slots
+
+
+def totals_of(router: LayerRouter) -> dict[str, float]:
+    return dict(zip(FIELDS, router.totals.tolist(), strict=True))
+
+
+def loop_count(batch: RouterBatch, routing: Routing) -> dict[str, float]:
+    """The counters of one step [T, ...], written as loops over what is executed."""
+    count = dict.fromkeys(FIELDS, 0.0)
+    union, left_out = set[int](), False
+    for t, executed in enumerate(used_slots(routing)):
+        if any(math.isnan(w) for w in batch.weights[t].tolist()):
+            count["nonfinite"] += 1
+        if not batch.live[t]:
+            continue
+        own, weights = batch.ids[t].tolist(), [abs(w) for w in batch.weights[t].tolist()]
+        runs = {u for u, _ in executed}
+        lost = [w for u, w in zip(own, weights, strict=True) if u not in runs]
+        count["rows"] += 1
+        count["backfilled"] += len(runs - set(own))
+        count["dropped"] += len(lost)
+        count["dropped_mass"] += sum(lost) / sum(weights)
+        count["rescued"] += int(not runs & set(own))
+        union |= set(own)
+        left_out |= bool(lost)
+    if count["rows"]:
+        count["steps"] = 1
+        count["native_union"] = len(union)
+        count["fetched"] = len(set(routing.ids.flatten().tolist()))
+        count["unrestricted"] = float(not left_out)
+    return count
+
+
+@over_policies()
+def test_counters_differ_from_a_loop(text: str, kind: str) -> None:
+    for problem, _, routing in solved(text, kind):
+        found = dict(zip(FIELDS, count_step(problem.batch, routing).tolist(), strict=True))
+        assert found == pytest.approx(loop_count(problem.batch, routing), rel=1e-5), problem.shape
+
+
+@pytest.mark.parametrize("text", POLICIES)
+def test_padding_or_nonfinite_rows_are_counted_as_rows(text: str) -> None:
+    problem = make_problem("softmax_renorm", 5, 60, 8, budget=6)
+    hidden = problem.hidden.clone()
+    hidden[3] = math.nan
+    step = dataclasses.replace(problem, hidden=hidden, live=torch.tensor([True, False, True, True, True]))
+    router = LayerRouter(step.policy(text), step.stats)
+    routing = router(step.batch)
+    counted = totals_of(router)
+    assert counted == pytest.approx(loop_count(step.batch, routing), rel=1e-5)
+    assert (counted["rows"], counted["nonfinite"], counted["steps"]) == (3, 1, 1)
+
+
+@pytest.mark.parametrize("live", [[False, False], []], ids=["all padding", "no row"])
+def test_step_without_a_voting_row_counts_as_a_step(live: list[bool]) -> None:
+    problem = make_problem("softmax_renorm", len(live), 8, 2)
+    step = dataclasses.replace(problem, live=torch.tensor(live, dtype=torch.bool))
+    router = LayerRouter(parse("base:budget=3"), step.stats)
+    router(step.batch)
+    assert totals_of(router) == dict.fromkeys(FIELDS, 0.0)
+
+
+@pytest.mark.parametrize("text", POLICIES)
+def test_many_steps_in_one_call_count_other_than_one_at_a_time(text: str) -> None:
+    steps = [make_problem("groups_top2", 5, 64, 4, budget=6, seed=seed) for seed in range(3)]
+    policy, stats = steps[0].policy(text), steps[0].stats
+    one, all_ = LayerRouter(policy, stats), LayerRouter(policy, stats)
+    hidden, logits, energies = (
+        torch.stack([getattr(step, name) for step in steps]) for name in ("hidden", "logits", "energies")
+    )
+    for s in range(3):
+        one(steps[0].with_rows(hidden[s], logits[s], energies[s]).batch)
+    all_(steps[0].with_rows(hidden, logits, energies).batch)
+    assert totals_of(all_) == pytest.approx(totals_of(one), rel=1e-5)
+    assert totals_of(all_)["steps"] == 3
+
+
+def test_unused_or_padding_slot_fetches_uncounted() -> None:
+    problem = make_problem("softmax_renorm", 2, 8, 2)
+    routing = Routing(torch.tensor([[1, 2], [5, 5]]), torch.tensor([[0.5, 0.0], [0.0, 0.0]]))
+    assert fetched_experts(routing, problem.batch).nonzero()[:, 0].tolist() == [1, 2, 5]
+
+
+def test_route_of_weight_zero_is_counted_as_dropped_where_nothing_changed() -> None:
+    """A softmax over logits that lie more than 104 apart is 0 in float32; the dense model runs such a route too."""
+    problem = make_problem("softmax_renorm", 1, 8, 2)
+    step = dataclasses.replace(problem, logits=torch.tensor([[0.0, 300, 0, 0, 0, 0, 0, 0]]))
+    router = LayerRouter(parse("dense"))
+    routing = router(step.batch)
+    assert torch.equal(routing.weights, step.batch.weights)
+    counted = totals_of(router)
+    assert (counted["dropped"], counted["backfilled"], counted["unrestricted"]) == (0, 0, 1)
+
+
+def test_union_within_the_budget_is_not_counted_as_unrestricted() -> None:
+    problem = make_problem("softmax_renorm", 2, 64, 4, budget=8)
+    router = LayerRouter(problem.policy("base:budget=M"), problem.stats)
+    router(problem.batch)
+    router.set_budget(2)
+    router(problem.batch)
+    assert (totals_of(router)["steps"], totals_of(router)["unrestricted"]) == (2, 1)
+
+
+@pytest.mark.parametrize("text", BUDGETED)
+def test_changed_budget_needs_a_new_router(text: str) -> None:
+    problem = make_problem("softmax_renorm", 5, 60, 8, budget=10)
+    router = LayerRouter(problem.policy(text), problem.stats)
+    assert router.budget is not None
+    assert router.budget.dtype is torch.int64
+    place, used = router.budget.data_ptr(), router.policy.budget
+    for budget in (10, 3, 60, 1, 500):
+        router.set_budget(budget)
+        fresh = dataclasses.replace(problem, budget=budget)
+        wanted = LayerRouter(fresh.policy(text), problem.stats)(problem.batch)
+        found = router(problem.batch)
+        assert torch.equal(found.ids, wanted.ids)
+        assert torch.equal(found.weights, wanted.weights)
+        assert router.budget.data_ptr() == place
+    assert used is router.budget
+
+
+def test_routers_share_a_budget() -> None:
+    policy = parse("squared:budget=4")
+    first, second = LayerRouter(policy), LayerRouter(policy)
+    first.set_budget(1)
+    assert (first.budget, second.budget, policy.budget) == (1, 4, 4)
+    shared = policy.with_budget(torch.tensor(4))
+    LayerRouter(shared).set_budget(1)
+    assert shared.budget == 4
+
+
+@pytest.mark.parametrize("budget", [0, -1, 1.5, "ten", True, None])
+def test_impossible_budget_is_set(budget: Any) -> None:
+    router = LayerRouter(parse("squared:budget=4"))
+    with pytest.raises(ValueError, match=f"budget={budget!r}.*at least 1"):
+        router.set_budget(budget)
+    assert router.budget == 4
+
+
+def test_budget_is_set_on_a_policy_without_one() -> None:
+    router = LayerRouter(parse("oea:k0=1"))
+    assert router.budget is None
+    with pytest.raises(ValueError, match="'oea:k0=1' has no budget"):
+        router.set_budget(4)
+
+
+def test_state_is_left_on_another_device() -> None:
+    problem = make_problem("softmax_renorm", 2, 8, 2)
+    router = LayerRouter(parse("base:budget=3"), problem.stats, device="meta")
+    assert router.budget is not None
+    assert router.budget.device.type == router.totals.device.type == "meta"
+    assert {tensor.device.type for tensor in router.stats.values()} == {"meta"}
+    assert set(router.stats) == {"predictor_weight", "predictor_bias"}
+
+
+def test_layers_are_added_up_or_averaged_wrongly() -> None:
+    routers = []
+    for seed, text in enumerate(("squared:budget=2", "squared:budget=5")):
+        problem = make_problem("softmax_renorm", 5, 60, 8, seed=seed)
+        router = LayerRouter(parse(text))
+        for _ in range(4):
+            router(problem.batch)
+        routers.append(router)
+    counters = read_counters(routers)
+    a, b = (totals_of(router) for router in routers)
+    assert counters.totals == {name: a[name] + b[name] for name in FIELDS}
+    assert (counters.layers, counters.steps, counters.rows, counters.fetched) == (2, 4, 5, 3.5)
+    assert counters.native_union == pytest.approx((a["native_union"] + b["native_union"]) / 8)
+    assert counters.dropped_mass == pytest.approx((a["dropped_mass"] + b["dropped_mass"]) / 40)
+    assert 0 < counters.dropped_mass < 1
+    means = counters.as_dict()
+    assert means.items() >= counters.totals.items()
+    assert (means["layers"], means["fetched_mean"], means["rows_mean"]) == (2, 3.5, 5)
+    assert means["native_union_mean"] == counters.native_union
+    said = str(counters)
+    assert said.startswith("4 decode steps x 2 layers, 5.0 rows a step: 3.50 experts fetched")
+    assert f"{100 * counters.dropped_mass:.1f} % of the routing weight dropped" in said
+
+
+def test_nothing_counted_divides_by_zero() -> None:
+    counters = read_counters([LayerRouter(parse("dense"))])
+    assert counters.steps == 0
+    assert all(math.isnan(x) for x in (counters.fetched, counters.native_union, counters.rows, counters.dropped_mass))
+    assert "0 decode steps" in str(counters)
+    assert Counters(0, dict.fromkeys(FIELDS, 0.0)).steps == 0
