@@ -1,6 +1,6 @@
 """The methods, written from the specification in plain Python loops and float64, to hold the torch forms against.
 
-One step is a list of rows; a row's executed routes are a list of (expert, weight) in slot order, unused slots left out.
+One step is a list of rows; a row's executed routes are a list of (expert, weight) in slot order, without unused ones.
 """
 
 from __future__ import annotations

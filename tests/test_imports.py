@@ -104,7 +104,7 @@ def test_public_name_does_not_resolve(name: str) -> None:
 
 
 def test_unknown_name_is_not_explained() -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'atach'; public names: Policy, .*attach"):
-        _ = moebudget.atach
+    with pytest.raises(AttributeError, match=r"no attribute 'budget'; public names: Policy, .*attach"):
+        _ = moebudget.budget
     assert moebudget.__all__ == sorted(moebudget.__all__)
     assert isinstance(moebudget.__version__, str)

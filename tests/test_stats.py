@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moebudget import stats as stats_module
-from moebudget.stats import ModelFacts, Stats, StatsError, hash_routers, load_stats
+from moebudget.stats import ModelFacts, Stats, StatsError, describe, hash_routers, load_stats, require_stats
 from moebudget.types import MissingStatisticError
 
 FACTS = ModelFacts("qwen3_moe", (1, 2, 5), 8, 2, 4, "0123456789ab")
@@ -114,6 +114,28 @@ def test_statistics_of_another_model_are_used(field: str, tmp_path: Path) -> Non
     assert f"{word} is {getattr(FACTS, field)!r} in the statistics (org/model)" in said
     assert f"{OTHERS[field]!r} in the model" in said
     assert "moebudget calibrate" in said
+
+
+def test_weights_not_loaded_yet_are_compared_or_excuse_the_rest() -> None:
+    unloaded = dataclasses.replace(FACTS, router_hash="")
+    make_stats().check(unloaded)
+    with pytest.raises(StatsError, match=r"experts is 8 .* and 16 in the model"):
+        make_stats().check(dataclasses.replace(unloaded, experts=16))
+
+
+def test_policy_that_needs_statistics_starts_without() -> None:
+    require_stats("dense", frozenset(), None)
+    require_stats("static:budget=4", {"energy_mean"}, make_stats())
+    with pytest.raises(MissingStatisticError, match=rf"'base:budget=4' needs .* \(a, b\); .*{NEW}"):
+        require_stats("base:budget=4", {"b", "a"}, None)
+
+
+def test_description_leaves_out_what_was_recorded_or_is_no_json() -> None:
+    said = json.loads(json.dumps(describe(make_stats())))
+    assert said.items() >= make_stats().info.items()
+    assert said["facts"]["config_hash"] == FACTS.config_hash
+    assert said["facts"]["layers"] == [1, 2, 5]
+    assert said["tensors"]["predictor_weight"] == [3, 8, 4]
 
 
 def test_missing_statistic_is_found_out_at_run_time() -> None:

@@ -36,7 +36,13 @@ def _lone_expert(active: Active, batch: RouterBatch) -> Tensor:
 
 
 def _finish(
-    ids: Tensor, weights: Tensor, used: Tensor, unchanged: Tensor, active: Active, batch: RouterBatch
+    ids: Tensor,
+    weights: Tensor,
+    used: Tensor,
+    unchanged: Tensor,
+    active: Active,
+    batch: RouterBatch,
+    denominator: Denominator,
 ) -> Routing:
     """Close unused slots, give a row without any expert its best one of the set, leave unchanged rows alone.
 
@@ -48,6 +54,8 @@ def _finish(
     ids = torch.where(used, ids, first)
     weights = torch.where(used, weights, 0.0)
     lone_weight = batch.probs.gather(-1, lone) * batch.factor[..., None]
+    if denominator == "executed":
+        lone_weight = _over_executed(lone_weight, torch.ones_like(empty), batch)
     slot0 = torch.arange(ids.shape[-1], device=ids.device) == 0
     weights = torch.where(empty & slot0, lone_weight, weights)
     ids, weights = torch.where(unchanged, batch.ids, ids), torch.where(unchanged, batch.weights, weights)
@@ -83,7 +91,7 @@ class Backfill:
         if self.denominator == "executed":
             weights = _over_executed(weights, used, batch)
         unchanged = kept_routes(active, batch).all(-1, keepdim=True)
-        return _finish(ids, weights, used, unchanged, active, batch)
+        return _finish(ids, weights, used, unchanged, active, batch, self.denominator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +107,7 @@ class Drop:
     def __call__(self, active: Active, batch: RouterBatch, stats: LayerStats) -> Routing:  # noqa: ARG002
         used = kept_routes(active, batch)
         weights = batch.weights if self.denominator == "original" else _over_executed(batch.weights, used, batch)
-        return _finish(batch.ids, weights, used, used.all(-1, keepdim=True), active, batch)
+        return _finish(batch.ids, weights, used, used.all(-1, keepdim=True), active, batch, self.denominator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,4 +122,4 @@ class FirstRoutes:
         first = torch.arange(batch.ids.shape[-1], device=batch.ids.device) < self.k
         used = kept_routes(active, batch) & first
         weights = batch.weights if self.denominator == "original" else _over_executed(batch.weights, used, batch)
-        return _finish(batch.ids, weights, used, used.all(-1, keepdim=True), active, batch)
+        return _finish(batch.ids, weights, used, used.all(-1, keepdim=True), active, batch, self.denominator)

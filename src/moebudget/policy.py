@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from torch import Tensor
 
@@ -49,13 +50,18 @@ class Policy:
     def with_budget(self, budget: int | Tensor) -> Policy:
         """The same policy with another budget; a tensor makes the budget a device value.
 
-        Raises ValueError for a policy without a budget.
+        Raises ValueError below 1 or for a policy without a budget.
         """
         if not isinstance(self.select, TopBudget):
             raise ValueError(
                 f"policy {self.name!r} has no budget to change; policies with one: base, static, squared, ..."
             )
-        return dataclasses.replace(self, select=dataclasses.replace(self.select, budget=budget))
+        name = self.name
+        if not isinstance(budget, Tensor):
+            if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
+                raise ValueError(f"budget={budget!r} must be a whole number of at least 1")
+            name = re.sub(r"\bbudget=\d+", f"budget={budget}", name)
+        return dataclasses.replace(self, select=dataclasses.replace(self.select, budget=budget), name=name)
 
     def __str__(self) -> str:
         return self.name

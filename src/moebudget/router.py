@@ -39,6 +39,10 @@ class RouterSpec:
             raise ValueError(f"unknown scoring {self.scoring!r}: known are 'softmax' and 'sigmoid'")
         if self.groups < 1 or self.num_experts % self.groups:
             raise ValueError(f"{self.num_experts} experts cannot be split into groups={self.groups} equal groups")
+        if self.group_score not in ("max", "top2"):
+            raise ValueError(f"unknown group_score {self.group_score!r}: known are 'max' and 'top2'")
+        if self.group_score == "top2" and self.num_experts == self.groups > 1:
+            raise ValueError(f"groups={self.groups} of one expert each have no two largest scores to add ('top2')")
         if not 1 <= self.open_groups <= self.groups:
             raise ValueError(f"open_groups={self.open_groups} must lie between 1 and groups={self.groups}")
         reachable = self.num_experts // self.groups * self.open_groups
@@ -80,33 +84,37 @@ class RouterSpec:
         finite = logits.isfinite().all(-1) & hidden.isfinite().all(-1)  # [T]
         if routes is None:
             ids = choice.sort(dim=-1, descending=True, stable=True).indices[..., : self.top_k]
-            mass = probs.gather(-1, ids).sum(-1)
-            factor = self.scale / mass if self.renormalize else torch.full_like(mass, self.scale)
-            weights = probs.gather(-1, ids) * factor[..., None]
+            own = probs.gather(-1, ids)
+            weights = (own / _positive(own.sum(-1, keepdim=True)) if self.renormalize else own) * self.scale
         else:
             ids, weights = routes[0].long(), routes[1].float()
             ids = torch.where(finite[..., None], ids, 0).clamp(0, self.num_experts - 1)
-            choice = _agree(choice, ids)
+            choice = _agree(choice, probs if bias is None else probs + bias.float(), ids)
             order = choice.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
             ids, weights = ids.gather(-1, order), weights.gather(-1, order)
             energy = None if energy is None else energy.gather(-1, order)
-            mass = probs.gather(-1, ids).sum(-1)
-            factor = self.scale / mass if self.renormalize else torch.full_like(mass, self.scale)
+        mass = probs.gather(-1, ids).sum(-1)
+        factor = torch.where(mass > 0, self.scale / _positive(mass), 0.0)
+        factor = factor if self.renormalize else torch.full_like(mass, self.scale)
         weights = torch.where(finite[..., None], weights, torch.nan)
         weights = torch.where(live[..., None], weights, 0.0)
         live = live & finite
         return RouterBatch(hidden, choice, probs, factor, ids, weights, live, self.renormalize, request, energy)
 
 
-def _agree(choice: Tensor, ids: Tensor) -> Tensor:
+def _positive(mass: Tensor) -> Tensor:
+    return mass.clamp_min(torch.finfo(mass.dtype).tiny)
+
+
+def _agree(choice: Tensor, ungrouped: Tensor, ids: Tensor) -> Tensor:
     """Push every expert that the model did not choose just below those it chose.
 
     Ties (frequent with bf16 logits) may have been broken another way than ours, and a model may have ranked in a
-    lower precision; without this a "best inside the set" rule could replace a route that needs no replacing.
+    lower precision; without this a "best inside the set" rule could replace a route that needs no replacing. A route
+    in a group that we would have closed (a tie between groups) ranks by its value without groups.
     """
     chosen = torch.zeros_like(choice, dtype=torch.bool).scatter(-1, ids, True)
-    own = choice.gather(-1, ids)
-    worst = torch.where(own > -torch.inf, own, torch.inf).amin(-1, keepdim=True)
-    choice = torch.where(chosen, choice.clamp_min(torch.finfo(choice.dtype).min), choice)  # a route in a closed group
+    choice = torch.where(chosen, ungrouped, choice)
+    worst = choice.gather(-1, ids).amin(-1, keepdim=True)
     below = torch.nextafter(worst, torch.full_like(worst, -torch.inf))
     return torch.where(~chosen & (choice >= worst), below, choice)

@@ -36,7 +36,8 @@ def count_step(batch: RouterBatch, routing: Routing) -> Tensor:
     voting = live.any(-1)
     fetched = fetched_experts(routing, batch)
     executed = torch.zeros_like(batch.probs).scatter_add(-1, routing.ids, (routing.weights != 0).float()) > 0
-    own = executed.gather(-1, batch.ids)
+    runs = executed.gather(-1, batch.ids)
+    own = runs | (batch.weights == 0)  # leaving out a route of weight 0 changes nothing
     used = (routing.weights != 0).sum(-1)
     mass = batch.weights.abs().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
     lost = torch.where(own, 0.0, batch.weights.abs()).sum(-1) / mass
@@ -46,10 +47,10 @@ def count_step(batch: RouterBatch, routing: Routing) -> Tensor:
         live.sum(-1),
         native,
         fetched.sum(-1) * voting,
-        torch.where(live, used - own.sum(-1), 0).sum(-1),
+        torch.where(live, used - runs.sum(-1), 0).sum(-1),
         torch.where(live, (~own).sum(-1), 0).sum(-1),
         torch.where(live, lost, 0.0).sum(-1),
-        (live & ~own.any(-1)).sum(-1),
+        (live & ~runs.any(-1) & (batch.weights != 0).any(-1)).sum(-1),
         batch.weights.isnan().any(-1).sum(-1),
         voting & ((~own).sum(-1) * live).sum(-1).eq(0),
     )

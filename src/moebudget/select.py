@@ -58,7 +58,8 @@ class TopBudget:
     needs: ClassVar[frozenset[str]] = frozenset()
 
     def __call__(self, scores: Tensor, batch: RouterBatch, stats: LayerStats) -> Active:  # noqa: ARG002
-        total = scores.sum(-2)  # [N]
+        # In float64 the sum of float32 scores hardly depends on the order of the rows, so equal sums tie.
+        total = scores.sum(-2, dtype=torch.float64)  # [N]
         candidate = native_union(batch) | (total > 0)
         order = total.masked_fill(~candidate, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
         position = torch.arange(total.shape[-1], device=total.device).expand_as(order)

@@ -96,8 +96,12 @@ class Stats:
             "info": json.dumps(dict(self.info)),
         }
         partial = path.with_name(path.name + ".partial")
-        save_file({name: t.detach().cpu().contiguous() for name, t in self.tensors.items()}, partial, metadata=meta)
-        partial.replace(path)
+        tensors = {name: t.detach().cpu().contiguous() for name, t in self.tensors.items()}
+        try:
+            save_file(tensors, partial, metadata=meta)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def load_stats(path: str | Path) -> Stats:
@@ -115,15 +119,15 @@ def load_stats(path: str | Path) -> Stats:
                 raise StatsError(f"{path} has schema {schema}, this version of moebudget reads schema {SCHEMA}; {HOW}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
             fields = json.loads(meta["facts"])
+            facts = ModelFacts(**{**fields, "layers": tuple(fields["layers"])})
             info = json.loads(meta["info"])
     except (SafetensorError, OSError) as error:
         size = path.stat().st_size
         raise StatsError(
             f"{path} ({size} bytes) is empty, truncated or no safetensors file: {error}; {HOW}"
         ) from error
-    except (KeyError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise StatsError(f"{path} has damaged metadata ({error}); {HOW}") from error
-    facts = ModelFacts(**{**fields, "layers": tuple(fields["layers"])})
     for name, tensor in tensors.items():
         if tuple(tensor.shape[:2]) != (len(facts.layers), facts.experts):
             raise StatsError(

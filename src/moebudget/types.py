@@ -66,6 +66,9 @@ class LayerStats(Mapping[str, Tensor]):
             )
         return self.tensors[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
     def to(self, device: torch.device | str) -> LayerStats:
         """The same tensors on another device."""
         return LayerStats({name: tensor.to(device) for name, tensor in self.tensors.items()})

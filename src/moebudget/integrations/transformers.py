@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moebudget.integrations.families import MoeLayer, model_facts, moe_layers, text_config
+from moebudget.integrations.families import MoeLayer, model_facts, moe_layers, route_steps, text_config
 from moebudget.policy import Policy
 from moebudget.presets import parse
 from moebudget.runtime import Counters, LayerRouter, read_counters
@@ -145,41 +145,6 @@ class Run:
             return call.args[1:], call.kwargs
 
         return hook
-
-
-def route_steps(
-    layer: MoeLayer,
-    router: LayerRouter,
-    hidden: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    steps: Tensor,
-    voting: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Apply the layer's policy to the decode steps [S, B] of flattened tokens; everything else keeps its routes.
-
-    hidden [T, d], ids and weights [T, K] as the model computed them. Rows that a policy leaves alone come back bit
-    for bit, in the model's own slot order. Rows of a step that do not vote [S, B] run an expert of the set, weight 0.
-    """
-    named, rows = steps >= 0, steps.clamp_min(0)
-    live = named if voting is None else named & voting
-    z, own_ids, own_weights = hidden[rows], ids[rows], weights[rows]  # [S, B, ...]
-    energy = None
-    if router.policy.needs_energy:
-        energy = layer.route_outputs(hidden, ids).float().square().sum(-1)[rows]
-    batch = layer.spec(
-        z, layer.logits(z), bias=layer.selection_bias, live=live, routes=(own_ids, own_weights), energy=energy
-    )
-    routing = router(batch)
-    same = (routing.ids == batch.ids) & (routing.weights == batch.weights)
-    same = (same & batch.live[..., None]).all(-1, keepdim=True)
-    new_ids = torch.where(same, own_ids, routing.ids.to(ids.dtype)).flatten(0, 1)
-    new_weights = torch.where(same, own_weights, routing.weights.to(weights.dtype)).flatten(0, 1)
-    padding = ids.shape[0]  # index of one extra row that empty slots write to
-    target = torch.where(named, steps, padding).flatten()
-    out_ids = torch.cat([ids, ids[:1]]).index_copy(0, target, new_ids)[:padding]
-    out_weights = torch.cat([weights, weights[:1]]).index_copy(0, target, new_weights)[:padding]
-    return out_ids, out_weights
 
 
 def model_type(model: nn.Module) -> str:
