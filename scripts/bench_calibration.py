@@ -102,7 +102,8 @@ def main() -> None:
     sums, collect = timed(lambda: phases._collect(model, corpus.fit, facts, everything, 8, device, quiet), device)
     solved, solve = timed(lambda: [solve_ridge(sums[p], list(DEFAULT_ALPHAS)) for p in everything], device)
     found = {"slope": torch.stack([a for a, _ in solved]).float(), "bias": torch.stack([b for _, b in solved]).float()}
-    found["mean_y"] = torch.stack([phases._means(sums[p])["mean_y"] for p in everything])
+    means = [phases._means(sums[p]) for p in everything]
+    found |= {name: torch.stack([m[name] for m in means]) for name in means[0]}
     sums.clear()
     _, validate = timed(lambda: phases._validate(model, corpus.held_out, found, 10, 16, device, quiet), device)
     solve /= len(layers)

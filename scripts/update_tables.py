@@ -84,14 +84,15 @@ def calibration_table(rows: list[dict[str, Any]]) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     for r in last.values():
         if "extrapolated_minutes" in r:
-            p = r["published"]
+            p, timed = r["published"], "its forward and its statistics a token, its solves"
+            timed += ", its share of the held-out pass" if r["validate_s"] is not None else ""
+            missing = "reading and tokenizing text" + ("" if r["validate_s"] is not None else " and the held-out pass")
             lines += [
                 "",
-                f"Extrapolated from the last row to {p['layers']} layers and {p['tokens']:,} tokens, in "
+                f"{r['model']} on {r['device']}, extrapolated to {p['layers']} layers and {p['tokens']:,} tokens in "
                 f"{r['extrapolated_passes']} passes beside 61 GB of weights: {r['extrapolated_minutes']:.1f} minutes "
-                f"(published: {p['minutes']} on an {p['gpu']}). The cost of a layer's forward and of its "
-                "statistics a token, of its solves and of its share of the held-out pass are measured on four layers "
-                "and multiplied by their counts; reading and tokenizing text is not in it.",
+                f"(published: {p['minutes']} on an {p['gpu']}). What a layer costs ({timed}) is measured here and "
+                f"multiplied by the counts; {missing} are not in it.",
             ]
     return "\n".join(lines)
 
