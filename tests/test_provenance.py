@@ -28,8 +28,11 @@ def test_versions_leave_out_what_is_not_installed(monkeypatch: pytest.MonkeyPatc
     assert set(provenance.versions()) == {"python", "torch"}
 
 
+TRACKED = {"ls_files": "provenance.py\n"}
+
+
 def answer(monkeypatch: pytest.MonkeyPatch, **outputs: str) -> None:
-    """Let git answer `rev-parse` and `status` with these outputs; anything else fails."""
+    """Let git answer `ls-files`, `rev-parse` and `status` with these outputs; anything else fails."""
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         assert command[0] == "git"
@@ -44,10 +47,11 @@ def answer(monkeypatch: pytest.MonkeyPatch, **outputs: str) -> None:
 @pytest.mark.parametrize(
     ("outputs", "commit"),
     [
-        ({"rev_parse": "0123456789ab\n", "status": "\n"}, "0123456789ab"),
-        ({"rev_parse": "0123456789ab\n", "status": " M src/moebudget/score.py\n"}, "0123456789ab+dirty"),
+        ({**TRACKED, "rev_parse": "0123456789ab\n", "status": "\n"}, "0123456789ab"),
+        ({**TRACKED, "rev_parse": "0123456789ab\n", "status": " M src/moebudget/score.py\n"}, "0123456789ab+dirty"),
         ({}, "unknown"),
-        ({"rev_parse": "0123456789ab\n"}, "unknown"),
+        ({**TRACKED, "rev_parse": "0123456789ab\n"}, "unknown"),
+        ({"rev_parse": "0123456789ab\n", "status": "\n"}, "unknown"),  # somebody else's checkout around us
     ],
 )
 def test_a_number_of_changed_code_does_not_claim_a_clean_commit(
