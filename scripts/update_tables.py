@@ -64,11 +64,30 @@ def quality_table(rows: list[dict[str, Any]]) -> str:
         cells += [f"{r['expert_mb_a_step']:.1f}", loss, f"{r['agreement']:.1f}", f"{r['retained_energy']:.3f}"]
         cells.append(with_half(r["task_avg"], r["task_ci95"], 1))
         lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", reading({r["policy"]: r for r in rows})]
     lines += [
         "",
         f"Rows: [quality.jsonl](benchmarks/results/quality.jsonl), commit {dense['commit']}, {dense['device']}.",
     ]
     return "\n".join(lines)
+
+
+def reading(rows: dict[str, dict[str, Any]]) -> str:
+    """What the table says about BASE at 10 experts, from its numbers."""
+
+    def above(policy: str) -> str:
+        return f"{rows[policy]['nll'] - rows[policy]['dense_nll']:.2f}"
+
+    base, static = rows["base:budget=10"], rows["static:budget=10"]
+    gap, width = base["task_avg"] - static["task_avg"], base["task_ci95"] + static["task_ci95"]
+    tasks = "the tasks do not tell the two apart" if abs(gap) < width else f"on the tasks the difference is {gap:+.1f}"
+    return (
+        f"At 10 of {rows['dense']['fetched']:.1f} experts BASE loses {above('base:budget=10')} nats a token. The same "
+        f"number chosen by router weights alone costs {above('router_mass:budget=10')}, by their squares "
+        f"{above('squared:budget=10')}: a weight says how much a token wants an expert, not how large that expert's "
+        "output is for it, and the output changes by the product. Knowing only each expert's mean energy costs "
+        f"{above('static:budget=10')} ({tasks}); knowing the true energies would cost {above('oracle:budget=10')}."
+    )
 
 
 def calibration_table(rows: list[dict[str, Any]]) -> str:
