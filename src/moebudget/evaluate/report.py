@@ -162,7 +162,10 @@ def pm(value: float, half: float, digits: int) -> str:
 
 def quality_table(rows: Sequence[Quality], title: str) -> Table:
     """The table that people read."""
-    table = Table(title=title, caption="± half of a 95 % interval; loss intervals are paired with the dense model")
+    table = Table(
+        title=title,
+        caption="± half of a 95 % interval, paired with the dense model for the loss; none below 30 sequences",
+    )
     table.add_column("policy", no_wrap=True)
     for name in ("experts\nfetched", "MB a\nstep", "loss\nabove dense", "same token\nas dense, %", "retained\nenergy"):
         table.add_column(name, justify="right", no_wrap=True)
