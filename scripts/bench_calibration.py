@@ -76,17 +76,11 @@ def main() -> None:
     ap.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/calibration.jsonl")
     a = ap.parse_args()
     if a.demo:
-        from moebudget.calibrate import load_corpus, merge_corpora
-        from moebudget.demo.run import LENGTH, MODEL, embedded_text
+        from moebudget.demo.run import MODEL, NAME, calibration_corpus
         from moebudget.integrations.loading import default_dtype, load_model, vocabulary
 
         model, tokenizer = load_model(str(MODEL), device=a.device, dtype=default_dtype(a.device))
-        share = -(-a.tokens * 5 // 16)  # four domains; a fifth of the documents is held out
-        corpora = [
-            load_corpus(str(f), tokenizer, vocabulary(model), length=LENGTH, max_tokens=share)
-            for f in embedded_text("calibration")
-        ]
-        corpus, name = merge_corpora(corpora), "moebudget-demo-8m"
+        corpus, name = calibration_corpus(tokenizer, vocabulary(model), a.tokens * 5 // 4), NAME  # a fifth is held out
     else:
         model, name = random_qwen3(a.layers, a.device), f"Qwen3-30B-A3B sizes, {a.layers} layers, random weights"
         corpus = Corpus(packed(a.tokens, a.length, 8192, 0), packed(a.tokens // 5, a.length, 8192, 1), "random", 0)

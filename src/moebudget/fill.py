@@ -44,31 +44,24 @@ def _finish(
     batch: RouterBatch,
     denominator: Denominator,
 ) -> Routing:
-    """Close unused slots, give a row without any expert its best one of the set, leave unchanged rows alone.
+    """Close unused slots, give a row without any expert its best one of the set, apply the denominator.
 
-    ids, weights, used are [T, K]; unchanged is [T, 1]: rows that keep the model's own routes bit for bit.
+    ids, weights (over the original denominator) and used are [T, K]; unchanged is [T, 1]: rows that keep the model's
+    own routes bit for bit.
     """
     lone = _lone_expert(active, batch)[..., None]  # [T, 1]
     empty = ~used.any(-1, keepdim=True)  # [T, 1]
     first = torch.where(empty, lone, ids.gather(-1, used.to(torch.uint8).argmax(-1, keepdim=True)))
     ids = torch.where(used, ids, first)
     weights = torch.where(used, weights, 0.0)
-    lone_weight = batch.probs.gather(-1, lone) * batch.factor[..., None]
-    if denominator == "executed":
-        lone_weight = _over_executed(lone_weight, torch.ones_like(empty), batch)
     slot0 = torch.arange(ids.shape[-1], device=ids.device) == 0
-    weights = torch.where(empty & slot0, lone_weight, weights)
+    weights = torch.where(empty & slot0, batch.probs.gather(-1, lone) * batch.factor[..., None], weights)
+    if denominator == "executed" and batch.renormalize:
+        executed = weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        weights = weights * (batch.weights.sum(-1, keepdim=True) / executed)
     ids, weights = torch.where(unchanged, batch.ids, ids), torch.where(unchanged, batch.weights, weights)
     votes = batch.live[..., None]
     return Routing(torch.where(votes, ids, lone), torch.where(votes, weights, batch.weights))
-
-
-def _over_executed(weights: Tensor, used: Tensor, batch: RouterBatch) -> Tensor:
-    """Scale so that the used weights sum to what the row's routes sum to, for models that renormalise."""
-    if not batch.renormalize:
-        return weights
-    executed = torch.where(used, weights, 0.0).sum(-1, keepdim=True)
-    return weights * (batch.weights.sum(-1, keepdim=True) / executed.clamp_min(torch.finfo(torch.float32).tiny))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +81,6 @@ class Backfill:
         best = inside.sort(dim=-1, descending=True, stable=True)
         ids, used = (x[..., : batch.ids.shape[-1]] for x in (best.indices, best.values > -torch.inf))
         weights = batch.probs.gather(-1, ids) * batch.factor[..., None]
-        if self.denominator == "executed":
-            weights = _over_executed(weights, used, batch)
         unchanged = kept_routes(active, batch).all(-1, keepdim=True)
         return _finish(ids, weights, used, unchanged, active, batch, self.denominator)
 
@@ -106,8 +97,7 @@ class Drop:
 
     def __call__(self, active: Active, batch: RouterBatch, stats: LayerStats) -> Routing:  # noqa: ARG002
         used = kept_routes(active, batch)
-        weights = batch.weights if self.denominator == "original" else _over_executed(batch.weights, used, batch)
-        return _finish(batch.ids, weights, used, used.all(-1, keepdim=True), active, batch, self.denominator)
+        return _finish(batch.ids, batch.weights, used, used.all(-1, keepdim=True), active, batch, self.denominator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,5 +111,4 @@ class FirstRoutes:
     def __call__(self, active: Active, batch: RouterBatch, stats: LayerStats) -> Routing:  # noqa: ARG002
         first = torch.arange(batch.ids.shape[-1], device=batch.ids.device) < self.k
         used = kept_routes(active, batch) & first
-        weights = batch.weights if self.denominator == "original" else _over_executed(batch.weights, used, batch)
-        return _finish(batch.ids, weights, used, used.all(-1, keepdim=True), active, batch, self.denominator)
+        return _finish(batch.ids, batch.weights, used, used.all(-1, keepdim=True), active, batch, self.denominator)

@@ -52,7 +52,7 @@ class RouterSpec:
     def scores(self, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Logits [T, N] and selection bias [N] -> (choice, probs), float32 [T, N] each."""
         probs = logits.float().softmax(-1) if self.scoring == "softmax" else logits.float().sigmoid()
-        choice = probs if bias is None else probs + bias.float()
+        choice = _biased(probs, bias)
         if self.groups > 1:
             grouped = choice.unflatten(-1, (self.groups, -1))  # [T, G, N/G]
             rank = grouped.amax(-1) if self.group_score == "max" else grouped.topk(2, -1).values.sum(-1)
@@ -89,7 +89,7 @@ class RouterSpec:
         else:
             ids, weights = routes[0].long(), routes[1].float()
             ids = torch.where(finite[..., None], ids, 0).clamp(0, self.num_experts - 1)
-            choice = _agree(choice, probs if bias is None else probs + bias.float(), ids)
+            choice = _agree(choice, _biased(probs, bias), ids)
             order = choice.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
             ids, weights = ids.gather(-1, order), weights.gather(-1, order)
             energy = None if energy is None else energy.gather(-1, order)
@@ -100,6 +100,11 @@ class RouterSpec:
         weights = torch.where(live[..., None], weights, 0.0)
         live = live & finite
         return RouterBatch(hidden, choice, probs, factor, ids, weights, live, self.renormalize, request, energy)
+
+
+def _biased(probs: Tensor, bias: Tensor | None) -> Tensor:
+    """What the model ranks by before groups are closed."""
+    return probs if bias is None else probs + bias.float()
 
 
 def _positive(mass: Tensor) -> Tensor:

@@ -13,14 +13,14 @@ from typing import Any
 from rich.console import Console
 
 from moebudget import provenance
-from moebudget.calibrate import calibrate, load_corpus, merge_corpora
+from moebudget.calibrate import Corpus, calibrate, load_corpus, merge_corpora
 from moebudget.calibrate.data import Packed, pack, tokenize
 from moebudget.demo.tasks import held_out
 from moebudget.evaluate.plot import plot_quality
 from moebudget.evaluate.report import Quality, evaluate, load_windows, quality_table
 from moebudget.integrations.loading import default_device, default_dtype, load_model, vocabulary
 from moebudget.presets import parse
-from moebudget.stats import Stats, load_stats
+from moebudget.stats import load_stats
 
 HERE = Path(__file__).parent
 MODEL, DATA = HERE / "model", HERE / "data"
@@ -76,7 +76,8 @@ def run_demo(
     model, tokenizer = load_model(str(MODEL), device=device, dtype=default_dtype(device), stats=known)
     console.print(f"[bold]{NAME}[/bold]: Qwen3-MoE, 6 layers of 64 experts, 8 a token, batch {BATCH}, on {device}")
     if known is None:
-        known = _calibrate(model, tokenizer, size.tokens)
+        corpus = calibration_corpus(tokenizer, vocabulary(model), size.tokens)
+        known = calibrate(model, corpus, model_id=NAME, budget=10, batch=BATCH)
     known.save(_made(out) / "stats.safetensors")
     info = known.info
     console.print(
@@ -110,13 +111,11 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _calibrate(model: Any, tokenizer: Any, tokens: int) -> Stats:
-    """Calibrate on the embedded text, an equal share of every domain."""
-    corpora = [
-        load_corpus(str(f), tokenizer, vocabulary(model), length=LENGTH, max_tokens=tokens // 4)
-        for f in embedded_text("calibration")
-    ]
-    return calibrate(model, merge_corpora(corpora), model_id=NAME, budget=10, batch=BATCH)
+def calibration_corpus(tokenizer: Any, entries: int, tokens: int) -> Corpus:
+    """The embedded text, an equal share of every domain, `tokens` together with the held-out part."""
+    files = embedded_text("calibration")
+    share = tokens // len(files)
+    return merge_corpora([load_corpus(str(f), tokenizer, entries, length=LENGTH, max_tokens=share) for f in files])
 
 
 def _heldout(tokenizer: Any, entries: int) -> tuple[Any, Any]:

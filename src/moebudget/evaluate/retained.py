@@ -44,12 +44,13 @@ def retained_energy(
             energy=energy[rows],
         )
         layer_stats = NO_STATS if stats is None else on_device[position]
-        cost = truth(step, layer_stats).sum(-2).masked_fill(~native_union(step), -1.0)  # [S, N]
+        routed = native_union(step)  # [S, N]
+        cost = truth(step, layer_stats).sum(-2).masked_fill(~routed, -1.0)
         best = cost.sort(dim=-1, descending=True).values
         some = best[:, 0] > 0  # steps with anything to keep
         size = torch.arange(cost.shape[-1], device=cost.device)
         for i, policy in enumerate(policies):
-            mask = policy.active(step, layer_stats).mask & native_union(step)
+            mask = policy.active(step, layer_stats).mask & routed
             top = torch.where(size < mask.sum(-1, keepdim=True), best, 0.0).sum(-1)
             shares[i] += (torch.where(mask, cost, 0.0).sum(-1) / top)[some].double().sum().cpu()
         count += int(some.sum())

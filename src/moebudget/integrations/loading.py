@@ -45,14 +45,14 @@ def preflight(model: str) -> ModelFacts:
 
 def load_model(model: str, *, device: str, dtype: str, stats: Stats | None = None) -> tuple[nn.Module, Any]:
     """(model in eval mode, tokenizer). `dtype` is "auto" or a torch dtype name; statistics are checked first."""
-    facts = preflight(model)
-    if stats is not None:
-        stats.check(facts)
-    transformers = transformers_module()
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {device!r} was asked for, but torch sees no GPU; use --device cpu")
+    facts = preflight(model)
+    if stats is not None:
+        stats.check(facts)
+    transformers = transformers_module()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
