@@ -71,5 +71,6 @@ def test_tables_say_what_the_rows_say() -> None:
     script = runpy.run_path(str(ROOT / "scripts/update_tables.py"))
     quality = script["quality_table"](script["newest"](script["rows_of"]("quality")))
     assert quality in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert script["contrast"](script["rows_of"]("quality")) in (ROOT / "README.md").read_text(encoding="utf-8")
     calibration = script["calibration_table"](script["rows_of"]("calibration"))
     assert calibration in (ROOT / "docs/calibration.md").read_text(encoding="utf-8")
