@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "src"))
 from moebudget import provenance
 from moebudget.calibrate import DEFAULT_ALPHAS, Corpus, Packed, calibrate
 from moebudget.calibrate import run as phases
-from moebudget.calibrate.collect import LayerSums, solve_ridge
+from moebudget.calibrate.collect import LayerSums
 from moebudget.integrations.families import model_facts, moe_layers
 
 PUBLISHED = {"layers": 48, "tokens": 2_455_552, "held_out": 489_472, "minutes": 38.9, "gpu": "RTX PRO 6000"}
@@ -92,14 +92,12 @@ def main() -> None:
     everything = range(len(layers))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    _, forward = timed(lambda: [phases._forward(model, *b) for b in phases._batches(corpus.fit, 8, device)], device)
+    _, forward = timed(lambda: [phases.forward(model, *b) for b in phases.batches(corpus.fit, 8, device)], device)
     sums, collect = timed(lambda: phases._collect(model, corpus.fit, facts, everything, 8, device, quiet), device)
-    solved, solve = timed(lambda: [solve_ridge(sums[p], list(DEFAULT_ALPHAS)) for p in everything], device)
-    found = {"slope": torch.stack([a for a, _ in solved]).float(), "bias": torch.stack([b for _, b in solved]).float()}
-    means = [phases._means(sums[p]) for p in everything]
-    found |= {name: torch.stack([m[name] for m in means]) for name in means[0]}
+    solved, solve = timed(lambda: [sums[p].finish(list(DEFAULT_ALPHAS)) for p in everything], device)
+    found = {name: torch.stack([f[name] for f in solved]) for name in solved[0]}
     sums.clear()
-    _, validate = timed(lambda: phases._validate(model, corpus.held_out, found, 10, 16, device, quiet), device)
+    _, validate = timed(lambda: phases.validate(model, corpus.held_out, found, 10, 16, device, quiet), device)
     solve /= len(layers)
     stats, total = timed(lambda: calibrate(model, corpus, model_id=name, quiet=True), device)
     row = {

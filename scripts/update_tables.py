@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]
+from study_tables import blocks, last_run, with_half
+
+from moebudget.analyse.show import plot_studies
 from moebudget.demo.run import NAME
 from moebudget.evaluate.plot import plot_quality
 
@@ -38,7 +41,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 
 def newest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of the embedded model's last run: those that share the stamp of its last row."""
-    rows = of_model(rows, NAME)
+    rows = [r for r in of_model(rows, NAME) if r["bench"] == "quality"]
     return [r for r in rows if (r["date"], r["command"]) == (rows[-1]["date"], rows[-1]["command"])]
 
 
@@ -69,10 +72,6 @@ def contrast(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def with_half(value: float, half: float | None, digits: int) -> str:
-    return f"{value:.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
-
-
 def quality_table(rows: list[dict[str, Any]]) -> str:
     dense = rows[0]
     lines = [
@@ -80,8 +79,9 @@ def quality_table(rows: list[dict[str, Any]]) -> str:
         f"{dense['tokens']:,} held-out tokens and {dense['items']:,} task items a row; ± is half of a 95 % "
         "interval, for the loss paired with the unchanged model.",
         "",
-        "| rule | policy | experts | MB a step | loss above dense | same token, % | retained energy | tasks, % |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| rule | policy | experts | MB a step | loss above dense | same token, % | retained energy | experts on "
+        "tasks | tasks, % |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for r in rows:
         loss = (
@@ -91,6 +91,7 @@ def quality_table(rows: list[dict[str, Any]]) -> str:
         )
         cells = [LABELS[r["policy"].partition(":")[0]], f"`{r['policy']}`", f"{r['fetched']:.1f}"]
         cells += [f"{r['expert_mb_a_step']:.1f}", loss, f"{r['agreement']:.1f}", f"{r['retained_energy']:.3f}"]
+        cells.append(f"{r['task_fetched']:.1f}")
         cells.append(with_half(r["task_avg"], r["task_ci95"], 1))
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", reading({r["policy"]: r for r in rows})]
@@ -115,7 +116,9 @@ def reading(rows: dict[str, dict[str, Any]]) -> str:
         f"number chosen by router weights alone costs {above('router_mass:budget=10')}, by their squares "
         f"{above('squared:budget=10')}: a weight says how much a token wants an expert, not how large that expert's "
         "output is for it, and the output changes by the product. Knowing only each expert's mean energy costs "
-        f"{above('static:budget=10')} ({tasks}); knowing the true energies would cost {above('oracle:budget=10')}."
+        f"{above('static:budget=10')} ({tasks}); knowing the true energies would cost {above('oracle:budget=10')}. "
+        "The tasks' prompts are alike: a union is small there, so rules that take one (`oea`, `topk`) fetch fewer "
+        "experts on them than a fixed budget does, and their accuracies are not at equal counts."
     )
 
 
@@ -159,6 +162,13 @@ def main() -> None:
     plot_quality(quality, ROOT / "docs/assets/quality.png")
     replace(ROOT / "README.md", "quality-table", quality_table(quality) + "\n\n" + contrast(rows))
     replace(ROOT / "docs/calibration.md", "calibration-table", calibration_table(rows_of("calibration")))
+    analysis = rows_of("analysis")
+    for (page, name), text in blocks(rows, analysis).items():
+        replace(ROOT / page, name, text)
+    plot_studies(
+        [row for bench in ("geometry", "batch_size") for row in last_run(analysis, bench)],
+        ROOT / "docs/assets/analysis.png",
+    )
 
 
 if __name__ == "__main__":

@@ -35,15 +35,49 @@ BUDGETED = (
     "base:budget=M,fill=drop",
     "oracle:budget=M",
 )
-POLICIES = ("dense", "topk:k=1", "topk:k=3", "oea:k0=1", "oea:k0=2,fill=original", *BUDGETED)
+RIVALS = (
+    "oea:k0=2,p=0.6,max_rank=12",
+    "oea:k0=1,k_max=1",
+    "sere:s=1",
+    "sere:s=2,rho=0.5,metric=cosine",
+    "lynx:alpha=1.5,beta=2",
+    "lynx_lat:drop=3",
+    "exfold:budget=M",
+    "exfold_static:budget=M",
+    "exfold_prefill:p=1",
+    "xshare:k0=1,m=2",
+    "xshare:k0=0,m=M,additive=no",
+    "xshare:k0=1,m=0,m_request=2",
+    "xshare_balanced:m=M",
+    "xshare_ep:k0=1,m_device=1",
+    "caee:theta=0.4",
+    "caee_offload:theta=0.7",
+    "skip",
+    "reap:budget=M",
+    "reap_static:budget=M",
+    "moe_spec:budget=M",
+    "des_vote:beta=0.1",
+    "dmoe",
+    "acceptmoe:scale=0.5",
+    "base:budget=M,fill=substitute",
+    "base:budget=M,fill=preserved",
+    "nonlinear:budget=M",
+)
+POLICIES = ("dense", "topk:k=1", "topk:k=3", "oea:k0=1", "oea:k0=2,fill=original", *BUDGETED, *RIVALS)
 HIDDEN = 6
+# The presets of RIVALS share these and walk fewer shapes, in which every two of T, N and K still meet.
+RIVAL_KINDS = ("softmax_renorm", "sigmoid_bias", "groups_top2")
+RIVAL_SHAPES = [
+    (t, n, (1, 2, 8)[(i + j) % 3]) for i, t in enumerate((0, 1, 2, 5, 16)) for j, n in enumerate((8, 60, 64))
+]
 
 over_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def over_policies(policies: tuple[str, ...] = POLICIES) -> Callable[[Any], Any]:
-    """Run a test for every preset and router kind; the test walks the shapes."""
-    return lambda test: pytest.mark.parametrize("text", policies)(over_kinds(test))
+def over_policies(policies: tuple[str, ...] = POLICIES, every_kind: bool = False) -> Callable[[Any], Any]:
+    """Run a test for every preset and its router kinds; the test walks the shapes."""
+    kinds = {text: KINDS if every_kind or text not in RIVALS else RIVAL_KINDS for text in policies}
+    return pytest.mark.parametrize(("text", "kind"), [(text, kind) for text in policies for kind in kinds[text]])
 
 
 def make_spec(kind: str, n: int, k: int) -> RouterSpec:
@@ -93,6 +127,11 @@ class Problem:
         bias = None if self.bias is None else self.bias.tolist()
         return [reference.native(self.spec, row, bias) for row in self.logits.tolist()]
 
+    @cached_property
+    def plain_stats(self) -> dict[str, Any]:
+        """The statistics as nested lists."""
+        return {name: tensor.tolist() for name, tensor in self.stats.items()}
+
     def policy(self, text: str) -> Policy:
         """The policy of one of POLICIES at this problem's budget."""
         return parse(text.replace("M", str(self.budget)))
@@ -109,20 +148,45 @@ def make_problem(kind: str, t: int, n: int, k: int, budget: int = 3, seed: int =
         "energy_mean": torch.rand(n, generator=g) + 0.1,
     }
     hidden, energies = torch.randn(t, HIDDEN, generator=g), torch.rand(t, n, generator=g) + 0.1
+    stats |= more_stats(n, k, g)
     return Problem(make_spec(kind, n, k), hidden, logits, energies, bias, LayerStats(stats), budget)
 
 
+def more_stats(n: int, k: int, g: torch.Generator) -> dict[str, Tensor]:
+    """What the other papers' methods read. Similarities and losses lie on a grid, so that ties occur."""
+    stats = {
+        "output_norm": torch.rand(n, generator=g) + 0.1,
+        "output_norm_weighted": (torch.rand(n, generator=g) * 16).round() / 16 + 0.1,
+        "super_expert": (torch.rand(n, generator=g) < 0.05).float(),
+        "route_ratio": torch.rand(k, generator=g).sort(descending=True).values,
+        "fold_scale": torch.randn(n, n, generator=g),
+        "fold_loss": (torch.rand(n, n, generator=g) * 32).round() / 32,
+        "nonlinear_features": torch.randn(5, HIDDEN, generator=g),
+        "nonlinear_weight": torch.randn(n, HIDDEN + 5, generator=g),
+        "nonlinear_bias": torch.randn(n, generator=g),
+        "placement_device": torch.randint(0, 4, (n,), generator=g),
+        "placement_cost": torch.randint(0, 3, (n,), generator=g).float(),
+    }
+    unseen = torch.rand(n, n, generator=g) < 0.3
+    stats["fold_loss"] = torch.where(unseen | torch.eye(n, dtype=torch.bool), 1e30, stats["fold_loss"])
+    stats["fold_scale"] = torch.where(unseen, 0.0, stats["fold_scale"])
+    for metric in ("frobenius", "cosine", "cka"):
+        half = (torch.rand(n, n, generator=g) * 32).round() / 32
+        stats[f"similarity_{metric}"] = torch.minimum(half, half.T).fill_diagonal_(1.0)
+    return stats
+
+
 @cache
-def problems(kind: str) -> tuple[Problem, ...]:
-    """One problem a shape, with budgets that go round."""
-    budgets = itertools.cycle((1, 3, 6, 10))
-    return tuple(make_problem(kind, t, n, k, m) for (t, n, k), m in zip(SHAPES, budgets, strict=False))
+def problems(kind: str, text: str = "") -> tuple[Problem, ...]:
+    """One problem a shape, with budgets that go round; fewer shapes if `text` is one of RIVALS."""
+    shapes, budgets = RIVAL_SHAPES if text in RIVALS else SHAPES, itertools.cycle((1, 3, 6, 10))
+    return tuple(make_problem(kind, t, n, k, m) for (t, n, k), m in zip(shapes, budgets, strict=False))
 
 
 @cache
 def solved(text: str, kind: str) -> tuple[tuple[Problem, Policy, Routing], ...]:
     """The policy's result on every problem of the kind."""
-    policies = ((problem, problem.policy(text)) for problem in problems(kind))
+    policies = ((problem, problem.policy(text)) for problem in problems(kind, text))
     return tuple((problem, policy, policy(problem.batch, problem.stats)) for problem, policy in policies)
 
 

@@ -6,8 +6,9 @@ One step is a list of rows; a row's executed routes are a list of (expert, weigh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from moebudget.router import RouterSpec
 
@@ -78,6 +79,19 @@ def base_cost(hidden: Sequence[Vector], a: Sequence[Vector], b: Vector) -> Cost:
     return cost
 
 
+def nonlinear_cost(hidden: Sequence[Vector], stats: Mapping[str, Any]) -> Cost:
+    """w^2 exp(c . [z/|z|, relu(F z/|z|)] + b), the form of our reading."""
+
+    def cost(row: int, expert: int, weight: float) -> float:
+        norm = math.sqrt(sum(x * x for x in hidden[row]))
+        z = [x / norm for x in hidden[row]]
+        seen = [max(0.0, sum(x * y for x, y in zip(z, f, strict=True))) for f in stats["nonlinear_features"]]
+        predicted = sum(x * y for x, y in zip(z + seen, stats["nonlinear_weight"][expert], strict=True))
+        return weight**2 * math.exp(predicted + stats["nonlinear_bias"][expert])
+
+    return cost
+
+
 def oracle_cost(energies: Sequence[Vector]) -> Cost:
     return lambda row, expert, weight: weight**2 * energies[row][expert]
 
@@ -119,6 +133,14 @@ def backfill(spec: RouterSpec, row: Row, active: set[int], denominator: str) -> 
     """The K experts of the set that the row ranks highest (its open groups only), or the one it weighs highest."""
     ids = [u for u in best_first(row.choice, spec.top_k, active) if row.choice[u] > -math.inf]
     ids = ids or _weighed_highest(row, active)
+    return over(spec, row, ids, denominator)
+
+
+def over(spec: RouterSpec, row: Row, ids: Sequence[int], denominator: str) -> Routes:
+    """The row's weights of these experts, normalised over the model's own routes or over what runs."""
+    if denominator == "preserved":  # what runs adds up to what the model's own routes did (Lynx)
+        mass = sum(row.probs[u] for u in ids)
+        return [(u, row.probs[u] / mass * sum(row.weights)) for u in ids]
     return _over_executed(spec, row, ids) if denominator == "executed" else _over_original(row, ids)
 
 

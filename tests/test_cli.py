@@ -138,6 +138,49 @@ def test_policies_lists_every_preset(capsys: pytest.CaptureFixture[str]) -> None
     assert all(name in printed for name in PRESETS)
 
 
+def test_statistics_for_other_policies_are_not_collected_or_read(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, common = tmp_path / "s.safetensors", ["--length", 64]
+    assert (
+        run(
+            ["calibrate", model, "--data", text, "-o", path, *common, "--for", "sere,exfold:budget=3", "--for", "skip"]
+        )
+        == 0
+    )
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["output"] == str(path)
+    held = set(load_file(path))
+    assert {"similarity_frobenius", "fold_loss", "route_ratio"} <= held
+    assert not {"predictor_weight", "similarity_cka"} & held
+    names = ("sere:s=1", "exfold:budget=3", "skip", "caee:theta=0.5", "xshare_ep:k0=1,m_device=1")
+    options = [x for name in names for x in ("--policy", name)]
+    refused(evaluation(model, text, "--stats", path, *options), capsys, "placement_", "--devices 4")
+    assert run(evaluation(model, text, "--stats", path, "--devices", 2, *options)) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [r["policy"] for r in rows] == ["dense", *names]
+    refused(["calibrate", model, "--data", text, "-o", path, "--for", "oea"], capsys, "--for oea", "none")
+    refused(["calibrate", model, "--data", text, "-o", path, "--for", "seer"], capsys, "'seer'", "did you mean 'sere'")
+
+
+def test_analyse_leaves_out_a_study_that_it_could_run(
+    model: Path, text: Path, stats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["analyse", model, "--data", text, "--windows", 8, "--length", 32, "--batch", 4, "--budget", 3]
+    command += ["--out", tmp_path]
+    capsys.readouterr()
+    assert run([*command, "--stats", stats]) == 0
+    printed = capsys.readouterr()
+    rows = json.loads(printed.out.splitlines()[-1])["rows"]
+    assert {r["bench"] for r in rows} == {"geometry", "batch_size"}
+    assert "left out, for want of statistics or items: selection, fill, draining" in printed.err
+    assert (tmp_path / "analysis.png").is_file()
+    assert json.loads((tmp_path / "analysis.json").read_text()) == rows
+    assert {"commit", "device", "command"} <= set(rows[0])
+    refused([*command, "--study", "fill", "--stats", stats], capsys, "study fill", "similarity_frobenius", "calibrate")
+    refused([*command, "--study", "fills"], capsys, "'fills'", "geometry, selection, fill, batch, draining")
+    refused([*command, "--study", "draining", "--stats", stats], capsys, "similarity_frobenius")
+
+
 @pytest.mark.parametrize(
     ("policy", "parts"),
     [
@@ -148,7 +191,7 @@ def test_policies_lists_every_preset(capsys: pytest.CaptureFixture[str]) -> None
         ("base:budget=-3", ("budget=-3", "at least 1")),
         ("base:budget=ten", ("'ten'", "whole number")),
         ("base:budget=1.5", ("'1.5'", "whole number")),
-        ("base:budget=4,fill=best", ("'best'", "original, executed, drop")),
+        ("base:budget=4,fill=best", ("'best'", "original, executed, preserved, drop, substitute")),
     ],
 )
 def test_bad_policy_is_refused_before_the_model_is_read(

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moebudget.fill import Backfill, Drop, FirstRoutes, kept_routes
+from moebudget.fill import Backfill, Drop, OwnRoutes, kept_routes
 from moebudget.router import RouterSpec
+from moebudget.score import RouteRank
 from moebudget.types import NO_STATS, Active, Routing
 from tests import reference
 from tests.conftest import Problem, assert_routes, make_problem, make_spec, over_kinds, problems, used_slots
@@ -60,7 +61,7 @@ def test_drop_differs_from_the_specification(kind: str, size: int) -> None:
 def test_first_routes_differ_from_plain_top_k_reduction(kind: str, k: int) -> None:
     for problem in problems(kind):
         everything = Active(torch.ones(problem.spec.num_experts, dtype=torch.bool))
-        routing = FirstRoutes(k)(everything, problem.batch, NO_STATS)
+        routing = OwnRoutes(RouteRank(k))(everything, problem.batch, NO_STATS)
         wanted = [reference.first_routes(problem.spec, row, k) for row in problem.reference]
         assert_routes(routing, wanted, problem.shape)
 
@@ -90,7 +91,7 @@ def test_dropped_routes_keep_their_slots() -> None:
 def test_norm_topk_prob_false_is_renormalised_when_routes_are_lost() -> None:
     problem = softmax_problem([[0.0, 1.0, 2.0, 3.0]], 2, renormalize=False)
     probs = problem.batch.probs[0]
-    for fill in (Backfill("original"), Backfill("executed"), FirstRoutes(1)):
+    for fill in (Backfill("original"), Backfill("executed"), OwnRoutes(RouteRank(1))):
         routing = fill(active_of([0, 3], 4), problem.batch, NO_STATS)
         for u, w in used_slots(routing)[0]:
             assert w == probs[u].item(), fill
@@ -186,8 +187,10 @@ def padded(routing: Routing, rows: Tensor) -> tuple[list[list[int]], list[list[f
     return routing.ids[rows].tolist(), routing.weights[rows].tolist()
 
 
-@pytest.mark.parametrize("fill", [Backfill("original"), Backfill("executed"), Drop(), FirstRoutes(1)], ids=str)
-def test_padding_row_fetches_an_expert_of_its_own(fill: Backfill | Drop | FirstRoutes) -> None:
+@pytest.mark.parametrize(
+    "fill", [Backfill("original"), Backfill("executed"), Drop(), OwnRoutes(RouteRank(1))], ids=str
+)
+def test_padding_row_fetches_an_expert_of_its_own(fill: Backfill | Drop | OwnRoutes) -> None:
     problem = make_problem("softmax_renorm", 3, 8, 2)
     live = torch.tensor([True, False, True])
     batch = make_spec("softmax_renorm", 8, 2)(problem.hidden, problem.logits, live=live)

@@ -14,8 +14,11 @@ import moebudget
 
 SRC = Path(moebudget.__file__).parent
 FILES = sorted(SRC.rglob("*.py"))
-CORE = ("types", "router", "score", "select", "fill", "policy", "presets", "stats", "runtime")
-EDGES = {"integrations", "evaluate", "demo", "cli", "bench"}
+CORE = (
+    "types", "placement", "router", "score", "select", "fill", "policy", "spelling", "presets", "stats", "runtime",
+    "rivals", "rival_scores", "rival_selects", "device_selects",
+)  # fmt: skip
+EDGES = {"integrations", "evaluate", "analyse", "demo", "cli", "bench"}
 EDGE_ONLY = {"transformers", "vllm", "lm_eval", "matplotlib", "datasets"}
 MOST_LINES = 260
 

@@ -234,3 +234,29 @@ def test_kinds_cover_every_setting_of_a_router() -> None:
     specs = [make_spec(kind, 64, 8) for kind in KINDS]
     assert {(s.scoring, s.renormalize) for s in specs} >= {("softmax", True), ("softmax", False), ("sigmoid", True)}
     assert {s.group_score for s in specs if s.groups > s.open_groups} == {"max", "top2"}
+
+
+@pytest.mark.parametrize("name", ["live", "request", "accept"])
+@pytest.mark.parametrize("shape", [(4,), (6,), (), (5, 1), (5, 8)])
+def test_values_of_other_rows_are_accepted(name: str, shape: tuple[int, ...]) -> None:
+    """A shape that broadcasts would be read as something else without a word."""
+    logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    values = torch.ones(shape, dtype=torch.bool if name == "live" else torch.int64)
+    with pytest.raises(
+        ValueError, match=f"^{name} has shape .*the logits have .5,. rows: give one {name} value a row"
+    ):
+        RouterSpec(8, 2)(hidden_for(logits), logits, **{name: values})  # type: ignore[arg-type]
+
+
+def test_requests_acceptance_or_logits_are_lost_on_the_way() -> None:
+    logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    request, accept = torch.tensor([0, 0, 1, 1, 1]), torch.rand(5)
+    batch = RouterSpec(8, 2)(hidden_for(logits), logits.bfloat16(), request=request, accept=accept)
+    assert batch.request is request
+    assert batch.accept is accept
+    assert torch.equal(batch.logits, logits.bfloat16().float())
+    grouped = RouterSpec(8, 2, groups=4, open_groups=1)(hidden_for(logits), logits)
+    assert torch.equal(grouped.logits, torch.where(grouped.choice > -INF, logits, -INF))
+    bias = torch.linspace(0, 1, 8)
+    biased = RouterSpec(8, 2, "sigmoid")(hidden_for(logits), logits, bias=bias)
+    assert torch.equal(biased.logits, biased.choice)

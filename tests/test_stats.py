@@ -17,6 +17,7 @@ from moebudget.types import MissingStatisticError
 
 FACTS = ModelFacts("qwen3_moe", (1, 2, 5), 8, 2, 4, "0123456789ab")
 NEW = r"moebudget calibrate MODEL --data TEXT -o stats\.safetensors"
+MAKE = r"moebudget calibrate MODEL --data TEXT --for POLICY -o stats\.safetensors"
 
 
 def make_stats(**changes: Any) -> Stats:
@@ -126,7 +127,7 @@ def test_weights_not_loaded_yet_are_compared_or_excuse_the_rest() -> None:
 def test_policy_that_needs_statistics_starts_without() -> None:
     require_stats("dense", frozenset(), None)
     require_stats("static:budget=4", {"energy_mean"}, make_stats())
-    with pytest.raises(MissingStatisticError, match=rf"'base:budget=4' needs .* \(a, b\); .*{NEW}"):
+    with pytest.raises(MissingStatisticError, match=rf"'base:budget=4' needs a, b and no .*{MAKE}"):
         require_stats("base:budget=4", {"b", "a"}, None)
 
 
@@ -141,7 +142,7 @@ def test_description_leaves_out_what_was_recorded_or_is_no_json() -> None:
 def test_missing_statistic_is_found_out_at_run_time() -> None:
     stats = make_stats()
     stats.check(FACTS, {"energy_mean", "predictor_bias"})
-    with pytest.raises(MissingStatisticError, match=f"'affinity'.*holds: count, energy_mean.*{NEW}"):
+    with pytest.raises(MissingStatisticError, match=f"'affinity'.*hold: count, energy_mean.*{MAKE}"):
         stats.check(FACTS, {"energy_mean", "affinity"})
 
 
@@ -207,7 +208,21 @@ def test_tensor_of_another_shape_is_read(shape: tuple[int, ...], tmp_path: Path)
     rewrite(path, {"energy_mean": torch.ones(3, 8), "other": torch.ones(shape)})
     with pytest.raises(StatsError) as caught:
         load_stats(path)
-    assert f"other has shape {shape}, expected to start with 3 layers x 8 experts" in str(caught.value)
+    assert f"other has shape {shape}, expected to start with 3 x 8 for 3 layers of 8 experts" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"), [("route_ratio", (3, 2), (3, 8)), ("nonlinear_features", (3, 5, 4), (2, 5, 4))]
+)
+def test_tensor_that_is_not_one_an_expert_has_the_wrong_shape(
+    name: str, good: tuple[int, ...], bad: tuple[int, ...], tmp_path: Path
+) -> None:
+    path = saved(tmp_path)
+    rewrite(path, {name: torch.ones(good)})
+    assert load_stats(path).tensors[name].shape == good
+    rewrite(path, {name: torch.ones(bad)})
+    with pytest.raises(StatsError, match=f"{name} has shape"):
+        load_stats(path)
 
 
 def test_checkpoint_in_bfloat16_and_float32_hash_apart() -> None:

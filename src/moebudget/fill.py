@@ -8,15 +8,20 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
+from moebudget.score import Score
+from moebudget.select import rank
 from moebudget.types import Active, LayerStats, RouterBatch, Routing
 
-Denominator = Literal["original", "executed"]
+UNSEEN = 1e30  # fold_loss of a pair that was never routed together
+
+Denominator = Literal["original", "executed", "preserved"]
 
 
 class Fill(Protocol):
     """One rule. `needs` names the calibrated tensors it reads, exactly."""
 
-    needs: ClassVar[frozenset[str]]
+    @property
+    def needs(self) -> frozenset[str]: ...
 
     def __call__(self, active: Active, batch: RouterBatch, stats: LayerStats) -> Routing: ...
 
@@ -47,7 +52,7 @@ def _finish(
     """Close unused slots, give a row without any expert its best one of the set, apply the denominator.
 
     ids, weights (over the original denominator) and used are [T, K]; unchanged is [T, 1]: rows that keep the model's
-    own routes bit for bit.
+    own routes bit for bit. More slots than K (ids [T, K'] with K' > K) are filled up for those rows.
     """
     lone = _lone_expert(active, batch)[..., None]  # [T, 1]
     empty = ~used.any(-1, keepdim=True)  # [T, 1]
@@ -56,12 +61,20 @@ def _finish(
     weights = torch.where(used, weights, 0.0)
     slot0 = torch.arange(ids.shape[-1], device=ids.device) == 0
     weights = torch.where(empty & slot0, batch.probs.gather(-1, lone) * batch.factor[..., None], weights)
-    if denominator == "executed" and batch.renormalize:
+    if denominator == "preserved" or (denominator == "executed" and batch.renormalize):
         executed = weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
         weights = weights * (batch.weights.sum(-1, keepdim=True) / executed)
-    ids, weights = torch.where(unchanged, batch.ids, ids), torch.where(unchanged, batch.weights, weights)
+    own_ids, own_weights = batch.ids, batch.weights
+    more = ids.shape[-1] - own_ids.shape[-1]
+    if more > 0:
+        own_ids = torch.cat([own_ids, own_ids[..., :1].expand(*own_ids.shape[:-1], more)], -1)
+        empty_weight = torch.where(own_weights[..., :1].isnan(), own_weights[..., :1], 0.0)
+        own_weights = torch.cat([own_weights, empty_weight.expand(*own_ids.shape[:-1], more)], -1)
+    ids, weights = torch.where(unchanged, own_ids, ids), torch.where(unchanged, own_weights, weights)
     votes = batch.live[..., None]
-    return Routing(torch.where(votes, ids, lone), torch.where(votes, weights, batch.weights))
+    executed = torch.zeros_like(batch.probs, dtype=torch.bool).scatter(-1, ids, votes.expand_as(ids)).any(-2)
+    idle = _lone_expert(Active(executed), batch)[..., None]  # the set may hold experts that no row runs
+    return Routing(torch.where(votes, ids, idle), torch.where(votes, weights, own_weights))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +84,36 @@ class Backfill:
     original: w_tv = p_tv / sum_{u in R_t} p_tu, the denominator of the model's own routes R_t (BASE, section 3.3).
     executed: w_tv = p_tv / sum_{u in R'_t} p_tu, renormalised over the executed experts (OEA, eq. 1).
     For models that do not renormalise both are w = p times the model's scale.
+    preserved: renormalised so that the row's weights add up to what the model's own did, in every model (Lynx).
+
+    At most `k_max` experts a row (None: K), and only a row's `max_rank` best of all N (None: any): OEA,
+    https://arxiv.org/abs/2511.02237, phase 2. `everywhere` ranks by the score alone, without selection bias and across
+    closed groups, as CAEE does on purpose; rows that keep all their own routes stay as they are.
     """
 
     denominator: Denominator = "original"
+    k_max: int | None = None
+    max_rank: int | None = None
+    everywhere: bool = False
     needs: ClassVar[frozenset[str]] = frozenset()
 
     def __call__(self, active: Active, batch: RouterBatch, stats: LayerStats) -> Routing:  # noqa: ARG002
-        inside = torch.where(_inside(active, batch), batch.choice, -torch.inf)
-        best = inside.sort(dim=-1, descending=True, stable=True)
-        ids, used = (x[..., : batch.ids.shape[-1]] for x in (best.indices, best.values > -torch.inf))
+        allowed = _inside(active, batch)
+        order = batch.probs if self.everywhere else batch.choice
+        if self.max_rank is not None:
+            everyone = torch.ones_like(allowed)
+            allowed = allowed & (rank(order, everyone) < self.max_rank)
+        best = torch.where(allowed, order, -torch.inf).sort(dim=-1, descending=True, stable=True)
+        slots, k = max(batch.ids.shape[-1], self.k_max or 0), self.k_max or batch.ids.shape[-1]
+        ids, used = (x[..., :slots] for x in (best.indices, best.values > -torch.inf))
+        used = used & (torch.arange(used.shape[-1], device=used.device) < k)
         weights = batch.probs.gather(-1, ids) * batch.factor[..., None]
-        unchanged = kept_routes(active, batch).all(-1, keepdim=True)
-        return _finish(ids, weights, used, unchanged, active, batch, self.denominator)
+        return _finish(ids, weights, used, self._unchanged(active, batch, used), active, batch, self.denominator)
+
+    def _unchanged(self, active: Active, batch: RouterBatch, used: Tensor) -> Tensor:
+        """[T, 1]: the row runs its own routes and nothing else."""
+        same = used.sum(-1, keepdim=True) == batch.ids.shape[-1]
+        return kept_routes(active, batch).all(-1, keepdim=True) & same
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +132,75 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstRoutes:
-    """Each row runs its own first k routes and nothing else: plain top-k reduction, k instead of K experts."""
+class OwnRoutes:
+    """Each row runs those of its own routes that `keep` scores above 0 and nothing else: top-k reduction, skipping."""
 
-    k: int
+    keep: Score
     denominator: Denominator = "executed"
-    needs: ClassVar[frozenset[str]] = frozenset()
 
-    def __call__(self, active: Active, batch: RouterBatch, stats: LayerStats) -> Routing:  # noqa: ARG002
-        first = torch.arange(batch.ids.shape[-1], device=batch.ids.device) < self.k
-        used = kept_routes(active, batch) & first
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.keep.needs
+
+    def __call__(self, active: Active, batch: RouterBatch, stats: LayerStats) -> Routing:
+        used = kept_routes(active, batch) & (self.keep(batch, stats).gather(-1, batch.ids) > 0)
         return _finish(batch.ids, batch.weights, used, used.all(-1, keepdim=True), active, batch, self.denominator)
+
+
+@dataclass(frozen=True, slots=True)
+class Substitute:
+    """Each route outside the set goes to the most similar expert that may stand in, and keeps its weight.
+
+    u -> argmax_{v in anchors} sim[u, v], statistic [N, N]. An expert may come twice in a row; its weights add. SERE,
+    https://arxiv.org/abs/2602.07616; BASE's ablation "substitution".
+    """
+
+    statistic: str = "similarity_frobenius"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({self.statistic})
+
+    def __call__(self, active: Active, batch: RouterBatch, stats: LayerStats) -> Routing:
+        anchors = active.mask if active.anchors is None else active.anchors
+        alike = torch.where(anchors[..., None, :], stats[self.statistic].float(), -torch.inf)  # [N, N]
+        stand_in = alike.argmax(-1)  # [N]
+        kept = kept_routes(active, batch)
+        table = stand_in[..., None, :].expand(batch.probs.shape)
+        ids = torch.where(kept, batch.ids, table.gather(-1, batch.ids))
+        used = kept | anchors.any(-1)[..., None, None]
+        return _finish(ids, batch.weights, used, kept.all(-1, keepdim=True), active, batch, "original")
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Each route u outside the set goes to v = argmin_{v in A} loss[u, v] with weight w s[u, v]; no renormalisation.
+
+    ExFold, https://arxiv.org/abs/2608.24938: `fold_scale` [N, N] is the s that brings s E_v(z) closest to E_u(z),
+    `fold_loss` [N, N] what remains. A pair never routed together (loss 1e30) is left out. An expert may come twice in
+    a row; weights add and may be negative. With `keep`, the routes that `keep` scores 0 are folded into the row's
+    other ones instead (their prefill rule).
+    """
+
+    keep: Score | None = None
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"fold_scale", "fold_loss"}) | (frozenset() if self.keep is None else self.keep.needs)
+
+    def __call__(self, active: Active, batch: RouterBatch, stats: LayerStats) -> Routing:
+        loss, scale = stats["fold_loss"].float(), stats["fold_scale"].float()
+        kept = kept_routes(active, batch)
+        if self.keep is None:
+            best = torch.where(active.mask[..., None, :], loss, UNSEEN).min(-1)  # [N]
+            remains, target = (x[..., None, :].expand(batch.probs.shape).gather(-1, batch.ids) for x in best)
+        else:
+            kept = kept & (self.keep(batch, stats).gather(-1, batch.ids) > 0)
+            by_id = batch.ids.sort(-1)  # so that ties go to the lower expert, not to the lower slot
+            pair = loss[batch.ids[..., :, None], by_id.values[..., None, :]]  # [T, K, K]
+            best = torch.where(kept.gather(-1, by_id.indices)[..., None, :], pair, UNSEEN).min(-1)
+            target, remains = by_id.values.gather(-1, best.indices), best.values
+        used = kept | (remains < UNSEEN)
+        ids = torch.where(kept, batch.ids, target)
+        weights = torch.where(kept, batch.weights, batch.weights * scale[batch.ids, target])
+        return _finish(ids, weights, used, kept.all(-1, keepdim=True), active, batch, "original")

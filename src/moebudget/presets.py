@@ -7,46 +7,38 @@ True
 
 from __future__ import annotations
 
-import difflib
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from moebudget import fill, score, select
-from moebudget.fill import Fill
+from moebudget import fill, rivals, score, select
 from moebudget.policy import Policy
-
-FILLS: dict[str, Fill] = {
-    "original": fill.Backfill("original"),
-    "executed": fill.Backfill("executed"),
-    "drop": fill.Drop(),
-}
-
-
-def _count(preset: str, field: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(
-            f"{preset}: {field}={value!r} is not a whole number; give {field} >= 1, as in {preset}:{field}=8"
-        )
-    if value < 1:
-        raise ValueError(f"{preset}: {field}={value} must be at least 1, or no token could run any expert")
-    return value
-
-
-def _fill(preset: str, name: str) -> Fill:
-    if name not in FILLS:
-        raise ValueError(f"{preset}: unknown fill {name!r}; known fills: {', '.join(FILLS)}")
-    return FILLS[name]
-
-
-def _name(preset: str, defaults: dict[str, object], **fields: object) -> str:
-    given = ",".join(f"{k}={v}" for k, v in fields.items() if k not in defaults or defaults[k] != v)
-    return f"{preset}:{given}" if given else preset
+from moebudget.rivals import (
+    acceptmoe,
+    caee,
+    caee_offload,
+    des_vote,
+    dmoe,
+    exfold,
+    exfold_prefill,
+    exfold_static,
+    lynx,
+    lynx_lat,
+    moe_spec,
+    oea,
+    reap,
+    reap_static,
+    sere,
+    skip,
+    xshare,
+    xshare_balanced,
+    xshare_ep,
+)
+from moebudget.spelling import count, fill_of, read, spell
 
 
 def _budgeted(preset: str, rule: score.Score, budget: int, fill: str) -> Policy:
-    budget = _count(preset, "budget", budget)
-    name = _name(preset, {"fill": "original"}, budget=budget, fill=fill)
-    return Policy(rule, select.TopBudget(budget), _fill(preset, fill), name)
+    budget = count(preset, "budget", budget)
+    name = spell(preset, {"fill": "original"}, budget=budget, fill=fill)
+    return Policy(rule, select.TopBudget(budget), fill_of(preset, fill), name)
 
 
 def dense() -> Policy:
@@ -56,19 +48,8 @@ def dense() -> Policy:
 
 def topk(k: int) -> Policy:
     """Plain top-k reduction: k routes a token instead of K, renormalised where the model renormalises."""
-    k = _count("topk", "k", k)
-    return Policy(score.RouteRank(k), select.Voted(), fill.FirstRoutes(k), f"topk:k={k}")
-
-
-def oea(k0: int, fill: str = "executed") -> Policy:
-    """OEA, simplified: the union of every row's top-k0, then each row's K best inside it, renormalised.
-
-    https://arxiv.org/abs/2511.02237, section 3; p = 1, k_max = K, maxP = N. For models that do not renormalise the
-    weights stay as the model makes them (our reading; the paper has renormalising models only).
-    """
-    k0 = _count("oea", "k0", k0)
-    name = _name("oea", {"fill": "executed"}, k0=k0, fill=fill)
-    return Policy(score.RouteRank(k0), select.Voted(), _fill("oea", fill), name)
+    rule = score.RouteRank(count("topk", "k", k))
+    return Policy(rule, select.Voted(), fill.OwnRoutes(rule), f"topk:k={k}")
 
 
 def router_mass(budget: int, fill: str = "original") -> Policy:
@@ -89,10 +70,15 @@ def static(budget: int, fill: str = "original") -> Policy:
 def base(budget: int, fill: str = "original") -> Policy:
     """BASE: the `budget` experts with the largest predicted removal cost, sum_t w_tu^2 e_u(z_t).
 
-    https://arxiv.org/abs/2609.36222, sections 3.2 and 3.3. `fill` is "original" in the paper; "executed" and "drop"
-    are its ablations.
+    https://arxiv.org/abs/2609.36222, sections 3.2 and 3.3. `fill` is "original" in the paper; "executed", "drop" and
+    "substitute" are its ablations.
     """
     return _budgeted("base", score.PredictedEnergy(), budget, fill)
+
+
+def nonlinear(budget: int, fill: str = "original") -> Policy:
+    """BASE with a nonlinear energy predictor: random features beside the linear ones (its ablation, our form)."""
+    return _budgeted("nonlinear", score.NonlinearEnergy(), budget, fill)
 
 
 def oracle(budget: int, fill: str = "original") -> Policy:
@@ -100,15 +86,18 @@ def oracle(budget: int, fill: str = "original") -> Policy:
     return _budgeted("oracle", score.TrueEnergy(), budget, fill)
 
 
-PRESETS: dict[str, Callable[..., Policy]] = {
-    f.__name__: f for f in (dense, topk, oea, router_mass, squared, static, base, oracle)
+_ALL: tuple[Callable[..., Policy], ...] = (
+    dense, topk, oea, sere, lynx, lynx_lat, exfold, exfold_static, exfold_prefill, xshare, xshare_balanced, xshare_ep,
+    caee, caee_offload, skip, reap, reap_static, moe_spec, des_vote, dmoe, acceptmoe, router_mass, squared, static,
+    base, nonlinear, oracle,
+)  # fmt: skip
+PRESETS: dict[str, Callable[..., Policy]] = {f.__name__: f for f in _ALL}
+EXAMPLES: dict[str, str] = {
+    "dense": "dense",
+    "topk": "topk:k=2",
+    **rivals.EXAMPLES,
+    **{name: f"{name}:budget=8" for name in ("router_mass", "squared", "static", "base", "nonlinear", "oracle")},
 }
-
-
-def _unknown(kind: str, name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"unknown {kind} {name!r}{hint}; known: {', '.join(known)}"
 
 
 def parse(text: str) -> Policy:
@@ -116,28 +105,18 @@ def parse(text: str) -> Policy:
 
     Raises ValueError that lists what is known for an unknown preset or field, and names the missing field.
     """
-    preset, _, rest = text.strip().partition(":")
-    if preset not in PRESETS:
-        raise ValueError(_unknown("policy", preset, list(PRESETS)))
-    make, fields = PRESETS[preset], dict[str, object]()
-    parameters = inspect.signature(make).parameters
-    for part in filter(None, (p.strip() for p in rest.split(","))):
-        field, equals, value = (s.strip() for s in part.partition("="))
-        if not equals or field not in parameters:
-            what = "field" if equals else "setting (field=value expected)"
-            raise ValueError(f"{preset}: {_unknown(what, field, list(parameters) or ['none'])}")
-        if field in fields:
-            raise ValueError(f"{preset}: {field} is given twice in {text!r}")
-        fields[field] = value if parameters[field].annotation == "str" else _whole(value)
-    missing = [n for n, p in parameters.items() if p.default is p.empty and n not in fields]
-    if missing:
-        example = f"{preset}:{missing[0]}=8"
-        raise ValueError(f"{preset}: {missing[0]} is missing; write for example {example}")
-    return make(**fields)
+    return read(text, PRESETS, EXAMPLES)
 
 
-def _whole(value: str) -> int | str:
-    try:
-        return int(value)
-    except ValueError:
-        return value  # the preset names the field and rejects it
+def parse_many(texts: Iterable[str]) -> list[Policy]:
+    """Policies from texts that may hold several, separated by commas: `sere,exfold:budget=10,reap`.
+
+    A name without settings stands for any policy of that preset. Raises ValueError as `parse` does.
+    """
+    spelled: list[str] = []
+    for part in (p.strip() for text in texts for p in text.split(",")):
+        if "=" in part and ":" not in part and spelled:
+            spelled[-1] += f",{part}"
+        else:
+            spelled.append(part)
+    return [parse(EXAMPLES.get(text, text)) for text in spelled]

@@ -70,14 +70,24 @@ class RouterSpec:
         live: Tensor | None = None,
         routes: tuple[Tensor, Tensor] | None = None,
         request: Tensor | None = None,
+        accept: Tensor | None = None,
         energy: Tensor | None = None,
     ) -> RouterBatch:
         """Build the batch of one step. hidden [T, d], logits [T, N], bias [N], live [T] (None: all rows).
+
+        request [T] and accept [T] belong to speculative verification: which request a row is of, and the probability
+        that its token is accepted. Raises ValueError if their length is not that of the rows.
 
         `routes` are the ids and weights [T, K] that the model computed; they are taken as they are, so that a policy
         which changes nothing returns the model's own numbers bit for bit. Without them they are computed here, ties
         to the lower index. `energy` [T, K] belongs to `routes` and is reordered with them.
         """
+        for name, rows in (("request", request), ("accept", accept), ("live", live)):
+            if rows is not None and rows.shape != logits.shape[:-1]:
+                raise ValueError(
+                    f"{name} has shape {tuple(rows.shape)}, the logits have {tuple(logits.shape[:-1])} rows: "
+                    f"give one {name} value a row"
+                )
         choice, probs = self.scores(logits, bias)
         if live is None:
             live = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
@@ -99,7 +109,10 @@ class RouterSpec:
         weights = torch.where(finite[..., None], weights, torch.nan)
         weights = torch.where(live[..., None], weights, 0.0)
         live = live & finite
-        return RouterBatch(hidden, choice, probs, factor, ids, weights, live, self.renormalize, request, energy)
+        ranked = choice if bias is not None else torch.where(choice > -torch.inf, logits.float(), -torch.inf)
+        return RouterBatch(
+            hidden, choice, probs, factor, ids, weights, live, self.renormalize, ranked, request, accept, energy
+        )
 
 
 def _biased(probs: Tensor, bias: Tensor | None) -> Tensor:

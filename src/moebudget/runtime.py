@@ -16,7 +16,7 @@ FIELDS = (
     "rows",  # voting rows
     "native_union",  # distinct experts that the unchanged model would have fetched
     "fetched",  # distinct experts that were fetched
-    "backfilled",  # executed routes that the model had not chosen
+    "backfilled",  # experts that a row executes and the model had not chosen for it, over rows
     "dropped",  # the model's routes that were not executed
     "dropped_mass",  # sum over rows of the weight of those routes, as a share of the row's weight
     "rescued",  # rows that kept none of their own routes
@@ -38,7 +38,7 @@ def count_step(batch: RouterBatch, routing: Routing) -> Tensor:
     executed = torch.zeros_like(batch.probs).scatter_add(-1, routing.ids, (routing.weights != 0).float()) > 0
     runs = executed.gather(-1, batch.ids)
     own = runs | (batch.weights == 0)  # leaving out a route of weight 0 changes nothing
-    used = (routing.weights != 0).sum(-1)
+    routed = torch.zeros_like(executed).scatter(-1, batch.ids, True)
     mass = batch.weights.abs().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
     lost = torch.where(own, 0.0, batch.weights.abs()).sum(-1) / mass
     native = native_union(batch).sum(-1)
@@ -47,7 +47,7 @@ def count_step(batch: RouterBatch, routing: Routing) -> Tensor:
         live.sum(-1),
         native,
         fetched.sum(-1) * voting,
-        torch.where(live, used - runs.sum(-1), 0).sum(-1),
+        torch.where(live, (executed & ~routed).sum(-1), 0).sum(-1),
         torch.where(live, (~own).sum(-1), 0).sum(-1),
         torch.where(live, lost, 0.0).sum(-1),
         (live & ~runs.any(-1) & (batch.weights != 0).any(-1)).sum(-1),

@@ -19,8 +19,10 @@ BASE_PAPER = "https://arxiv.org/abs/2609.36222"
 class Score(Protocol):
     """One rule. `needs` names the calibrated tensors it reads, exactly; `needs_energy`: it reads `batch.energy`."""
 
-    needs: ClassVar[frozenset[str]]
-    needs_energy: ClassVar[bool]
+    @property
+    def needs(self) -> frozenset[str]: ...
+    @property
+    def needs_energy(self) -> bool: ...
 
     def __call__(self, batch: RouterBatch, stats: LayerStats) -> Tensor: ...
 
@@ -31,24 +33,54 @@ def on_routes(batch: RouterBatch, values: Tensor) -> Tensor:
     return torch.zeros_like(batch.probs).scatter(-1, batch.ids, votes)
 
 
+def on_all(batch: RouterBatch, values: Tensor) -> Tensor:
+    """Values [T, N] of every expert that the row may run; rows that do not vote and closed groups become 0."""
+    return torch.where(batch.live[..., None] & (batch.choice > -torch.inf), values.float(), 0.0)
+
+
+def until_share(values: Tensor, share: float, total: Tensor) -> Tensor:
+    """values [T, K] -> bool: the first of them up to the one with which their sum reaches share * total [T, 1]."""
+    before = values.double().cumsum(-1).roll(1, -1)
+    first = torch.arange(values.shape[-1], device=values.device) == 0
+    return first | (before < share * total.double())
+
+
+def unit(hidden: Tensor) -> Tensor:
+    """[T, d] -> rows of length 1, float32."""
+    z = hidden.float()
+    length: Tensor = z.norm(dim=-1, keepdim=True)
+    return z / length.clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def random_features(z: Tensor, features: Tensor) -> Tensor:
+    """Rows [T, d] of length 1 and features [h, d] -> [T, d + h]: the row itself and relu(features z)."""
+    return torch.cat([z, (z @ features.float().mT).relu()], -1)
+
+
 def _squared_weights(batch: RouterBatch) -> Tensor:
     return batch.weights.square()  # [T, K]
 
 
 @dataclass(frozen=True, slots=True)
 class RouteRank:
-    """1 for the first k0 routes of a row: membership of its top-k0. Read by `Voted`, it gives OEA's base set.
+    """1 for the first n_t routes of a row: membership of its top-k0. Read by `Voted`, it gives OEA's base set.
 
-    OEA, https://arxiv.org/abs/2511.02237, phase 1 in the simplified form (p = 1).
+    n_t = min(k0, least rank at which the row's scores add up to p of their sum over all N). OEA,
+    https://arxiv.org/abs/2511.02237, phase 1; p = 1 is the simplified form. A k0 above K means K.
     """
 
     k0: int
+    p: float = 1.0
     needs: ClassVar[frozenset[str]] = frozenset()
     needs_energy: ClassVar[bool] = False
 
     def __call__(self, batch: RouterBatch, stats: LayerStats) -> Tensor:  # noqa: ARG002
         first = torch.arange(batch.ids.shape[-1], device=batch.ids.device) < self.k0
-        return on_routes(batch, first.float().expand_as(batch.weights))
+        first = first.expand_as(batch.weights)
+        if self.p < 1:
+            own = batch.probs.gather(-1, batch.ids)
+            first = first & until_share(own, self.p, batch.probs.double().sum(-1, keepdim=True))
+        return on_routes(batch, first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +128,25 @@ class PredictedEnergy:
     needs_energy: ClassVar[bool] = False
 
     def __call__(self, batch: RouterBatch, stats: LayerStats) -> Tensor:
-        z = batch.hidden.float()
-        z = z / z.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)  # [T, d]
+        z = unit(batch.hidden)  # [T, d]
         log_energy = z @ stats["predictor_weight"].float().T + stats["predictor_bias"].float()  # [T, N]
+        return on_routes(batch, _squared_weights(batch) * log_energy.gather(-1, batch.ids).exp())
+
+
+@dataclass(frozen=True, slots=True)
+class NonlinearEnergy:
+    """BASE's removal cost with a nonlinear predictor, log e_u = c_u . [zbar, relu(F zbar)] + b_u, zbar = z/|z|.
+
+    The paper's ablation "adds a shared nonlinear residual" and says no more. Ours: F [h, d] is random and shared, each
+    expert has its own readout of the features, fitted by the same ridge regression.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"nonlinear_features", "nonlinear_weight", "nonlinear_bias"})
+    needs_energy: ClassVar[bool] = False
+
+    def __call__(self, batch: RouterBatch, stats: LayerStats) -> Tensor:
+        x = random_features(unit(batch.hidden), stats["nonlinear_features"])  # [T, d + h]
+        log_energy = x @ stats["nonlinear_weight"].float().T + stats["nonlinear_bias"].float()  # [T, N]
         return on_routes(batch, _squared_weights(batch) * log_energy.gather(-1, batch.ids).exp())
 
 

@@ -14,15 +14,37 @@ from moebudget.types import Active, LayerStats, RouterBatch
 class Select(Protocol):
     """One rule. `needs` names the calibrated tensors it reads, exactly."""
 
-    needs: ClassVar[frozenset[str]]
+    @property
+    def needs(self) -> frozenset[str]: ...
 
     def __call__(self, scores: Tensor, batch: RouterBatch, stats: LayerStats) -> Active: ...
 
 
 def native_union(batch: RouterBatch) -> Tensor:
     """[N] bool: experts that a voting row routes to in the unchanged model."""
-    hits = batch.live[..., None].expand_as(batch.ids)
-    return torch.zeros_like(batch.probs, dtype=torch.bool).scatter(-1, batch.ids, hits).any(-2)
+    return first_routes(batch, batch.ids.shape[-1])
+
+
+def demand(scores: Tensor, batch: RouterBatch) -> tuple[Tensor, Tensor]:
+    """Scores [T, N] -> their sums [N] float64, and the candidates [N] bool: routed to, or with a positive sum.
+
+    In float64 the sum of float32 scores hardly depends on the order of the rows, so equal sums tie.
+    """
+    total = scores.sum(-2, dtype=torch.float64)
+    return total, native_union(batch) | (total > 0)
+
+
+def rank(total: Tensor, candidate: Tensor) -> Tensor:
+    """[N] int64: 0 for the candidate with the largest total, ties to the lower index; others come after all."""
+    order = total.masked_fill(~candidate, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    position = torch.arange(total.shape[-1], device=total.device).expand_as(order)
+    return torch.zeros_like(order).scatter(-1, order, position)
+
+
+def first_routes(batch: RouterBatch, k0: int) -> Tensor:
+    """[N] bool: union of the voting rows' first k0 routes."""
+    hits = batch.live[..., None].expand_as(batch.ids)[..., :k0]
+    return torch.zeros_like(batch.probs, dtype=torch.bool).scatter(-1, batch.ids[..., :k0], hits).any(-2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +80,5 @@ class TopBudget:
     needs: ClassVar[frozenset[str]] = frozenset()
 
     def __call__(self, scores: Tensor, batch: RouterBatch, stats: LayerStats) -> Active:  # noqa: ARG002
-        # In float64 the sum of float32 scores hardly depends on the order of the rows, so equal sums tie.
-        total = scores.sum(-2, dtype=torch.float64)  # [N]
-        candidate = native_union(batch) | (total > 0)
-        order = total.masked_fill(~candidate, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-        position = torch.arange(total.shape[-1], device=total.device).expand_as(order)
-        rank = torch.zeros_like(order).scatter(-1, order, position)
-        return Active(candidate & (rank < self.budget))
+        total, candidate = demand(scores, batch)
+        return Active(candidate & (rank(total, candidate) < self.budget))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moebudget.types import LayerStats, MissingStatisticError
+from moebudget.placement import Placement
+from moebudget.types import PLACEMENT, LayerStats, MissingStatisticError, how_to_make
 
 SCHEMA = 1
 HOW = "make new statistics with `moebudget calibrate MODEL --data TEXT -o stats.safetensors`"
@@ -55,8 +56,14 @@ class Stats:
     """Calibrated tensors by name, each [L, N] or [L, N, ...], for the layers of `facts`, and how they were made.
 
     predictor_weight [L, N, d], predictor_bias [L, N]: log energy of expert u is a_u . z/|z| + b_u
-    energy_mean [L, N]: mean of |E_u(z)|^2 over tokens routed to u; output_norm_weighted: mean of w |E_u(z)|
-    count, weight_mean [L, N]; r2_heldout [L, N] (NaN where an expert got fewer than two held-out tokens,
+    energy_mean [L, N]: mean of |E_u(z)|^2 over tokens routed to u; output_norm: of |E_u(z)|; output_norm_weighted: of
+    w |E_u(z)|; super_expert [L, N]: 1 for REAP's super experts; count, weight_mean [L, N]
+    route_ratio [L, K]: median of the j-th route's weight over the heaviest's
+    fold_scale, fold_loss [L, N, N]: ExFold's scalars from the row's expert to the column's, and what remains
+    similarity_frobenius, similarity_cosine, similarity_cka [L, N, N]: SERE's
+    nonlinear_features [L, h, d], nonlinear_weight [L, N, d + h], nonlinear_bias [L, N]
+    placement_device, placement_cost [L, N]: see `place`
+    r2_heldout [L, N] (NaN where an expert got fewer than two held-out tokens,
     or no token to fit)
     """
 
@@ -84,7 +91,9 @@ class Stats:
         for name in sorted(needs):
             if name not in self.tensors:
                 have = ", ".join(sorted(self.tensors)) or "none"
-                raise MissingStatisticError(f"the policy needs the statistic {name!r}, the file holds: {have}; {HOW}")
+                raise MissingStatisticError(
+                    f"the policy needs the statistic {name!r}, the statistics hold: {have}; {how_to_make(name)}"
+                )
 
     def save(self, path: str | Path) -> None:
         """Write atomically; the metadata holds schema, facts and info as JSON."""
@@ -129,19 +138,44 @@ def load_stats(path: str | Path) -> Stats:
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise StatsError(f"{path} has damaged metadata ({error}); {HOW}") from error
     for name, tensor in tensors.items():
-        if tuple(tensor.shape[:2]) != (len(facts.layers), facts.experts):
+        second = {"route_ratio": facts.top_k}.get(name, facts.experts)
+        shape = (len(facts.layers),) if name == "nonlinear_features" else (len(facts.layers), second)
+        if tuple(tensor.shape[: len(shape)]) != shape:
             raise StatsError(
                 f"{path}: {name} has shape {tuple(tensor.shape)}, expected to start with "
-                f"{len(facts.layers)} layers x {facts.experts} experts; {HOW}"
+                f"{' x '.join(map(str, shape))} for {shape[0]} layers of {facts.experts} experts; {HOW}"
             )
     return Stats(facts, tensors, info)
 
 
 def require_stats(policy: str, needs: Iterable[str], stats: Stats | None) -> None:
-    """Raise MissingStatisticError if a policy needs statistics and there are none."""
-    missing = ", ".join(sorted(needs))
-    if missing and stats is None:
-        raise MissingStatisticError(f"policy {policy!r} needs calibrated statistics ({missing}); {HOW}")
+    """Raise MissingStatisticError if a policy needs statistics or a placement and there are none."""
+    needs = sorted(needs)
+    if needs and stats is None:
+        how = how_to_make(next((name for name in needs if name not in PLACEMENT), needs[0]))
+        raise MissingStatisticError(f"policy {policy!r} needs {', '.join(needs)} and no statistics were given; {how}")
+
+
+def place(stats: Stats | ModelFacts, placement: Placement | Sequence[Placement]) -> Stats:
+    """Statistics with a placement, one for all layers or one a layer; of a model without statistics, its facts.
+
+    Raises StatsError if the number of layers or experts is not the model's.
+    """
+    stats = Stats(stats, {}) if isinstance(stats, ModelFacts) else stats
+    facts = stats.facts
+    every = [placement] * len(facts.layers) if isinstance(placement, Placement) else list(placement)
+    if len(every) != len(facts.layers):
+        raise StatsError(f"{len(every)} placements for {len(facts.layers)} layers: give one, or one a layer")
+    for position, one in enumerate(every):
+        if len(one.device) != facts.experts:
+            raise StatsError(
+                f"the placement of layer {facts.layers[position]} has {len(one.device)} experts, "
+                f"the model has {facts.experts}"
+            )
+    tensors = [one.tensors() for one in every]
+    return dataclasses.replace(
+        stats, tensors={**stats.tensors, **{n: torch.stack([t[n] for t in tensors]) for n in sorted(PLACEMENT)}}
+    )
 
 
 def describe(stats: Stats) -> dict[str, Any]:

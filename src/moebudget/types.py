@@ -28,27 +28,47 @@ class RouterBatch:
     weights: Tensor  # [T, K] float32, the model's own weights; 0 in padding rows, NaN in real rows that are not finite
     live: Tensor  # [T] bool, rows that vote: decode rows whose router input is finite
     renormalize: bool  # whether the model divides its weights by their sum over the routes
+    logits: Tensor  # [T, N] float32, the router's own numbers; `choice` where a bias makes the model rank otherwise
     request: Tensor | None = None  # [T] int64, request of a row (speculative verification); None = one row a request
+    accept: Tensor | None = None  # [T] float32, probability that a draft token is accepted; None = 1 in every row
     energy: Tensor | None = None  # [T, K] float32, true squared output norms of the routes; analysis only
 
 
 @dataclass(frozen=True, slots=True)
 class Active:
-    """The experts that a step may fetch."""
+    """The experts that a step may fetch, and those of them that may stand in for a missing one (None: all)."""
 
     mask: Tensor  # [N] bool
+    anchors: Tensor | None = None  # [N] bool
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What is executed. A slot of weight 0 is unused and repeats an expert that the step fetches anyway."""
+    """What is executed. A slot of weight 0 is unused and repeats an expert that the step fetches anyway.
+
+    Fills that replace route by route (`Substitute`, `Fold`) may name an expert twice in a row: the weights add. A fill
+    with its own number of routes (OEA's k_max) may have more than K slots.
+    """
 
     ids: Tensor  # [T, K] int64
     weights: Tensor  # [T, K] float32
 
 
+PLACEMENT = frozenset({"placement_device", "placement_cost"})  # tensors that a Placement adds to the statistics
+
+
 class MissingStatisticError(LookupError):
-    """A policy needs a calibrated tensor that the statistics do not hold."""
+    """A policy needs a calibrated tensor, or a placement, that the statistics do not hold."""
+
+
+def how_to_make(name: str) -> str:
+    """What to do about a missing statistic."""
+    if name in PLACEMENT:
+        return (
+            "it says on which device an expert lies and what fetching it costs: give a placement, as in "
+            "`place(stats, Placement.contiguous(experts, devices=4))`, or --devices 4 to `moebudget eval`"
+        )
+    return "make it with `moebudget calibrate MODEL --data TEXT --for POLICY -o stats.safetensors` and pass that file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +81,7 @@ class LayerStats(Mapping[str, Tensor]):
         if name not in self.tensors:
             have = ", ".join(sorted(self.tensors)) or "none"
             raise MissingStatisticError(
-                f"this policy needs the statistic {name!r}, the statistics hold: {have}. "
-                "Make them with `moebudget calibrate MODEL --data TEXT -o stats.safetensors` and pass that file"
+                f"this policy needs the statistic {name!r}, the statistics hold: {have}; {how_to_make(name)}"
             )
         return self.tensors[name]
 

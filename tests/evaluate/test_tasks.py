@@ -262,3 +262,10 @@ def test_the_interval_is_the_binomial_one() -> None:
     assert result_of(a=(500, 1000)).half_width == pytest.approx(196 * math.sqrt(0.25 / 1000), rel=1e-3)
     both = math.hypot(result_of(a=(300, 1000)).half_width, result_of(b=(50, 400)).half_width) / 2
     assert result_of(a=(300, 1000), b=(50, 400)).half_width == pytest.approx(both)
+
+
+def test_batch_does_not_drain_without_refill() -> None:
+    """Lengths 3, 1, 2, 2, 1 in two lanes: pairs start together and wait for each other."""
+    steps = pack_lanes([3, 1, 2, 2, 1], 2, 4, refill=False)
+    assert steps.tolist() == [[0, 4], [1, -1], [2, -1], [8, 12], [9, 13], [16, -1]]
+    assert len(pack_lanes([3, 1, 2, 2, 1], 2, 4)) == 5

@@ -13,7 +13,7 @@ from torch import Tensor
 from moebudget import attach
 from moebudget.fill import Backfill
 from moebudget.integrations.families import moe_layers
-from moebudget.integrations.transformers import observe_routes
+from moebudget.integrations.observe import observe_routes
 from moebudget.policy import Policy
 from moebudget.score import TrueEnergy
 from moebudget.select import TopBudget

@@ -5,38 +5,45 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moebudget.score import random_features, unit
+
 LOWEST_ENERGY = 1e-30
 PRIOR_TOKENS = 8.0  # weight of the layer's pooled prediction in the mean of an expert with few tokens
-
-
-def unit(hidden: Tensor) -> Tensor:
-    """z / |z| in float32, 0 for z = 0."""
-    z = hidden.float()
-    length: Tensor = z.norm(dim=-1, keepdim=True)
-    return z / length.clamp_min(torch.finfo(torch.float32).tiny)
 
 
 class LayerSums:
     """Sums over the tokens routed to each expert u: x = z/|z|, y = log |E_u(z)|^2.
 
-    n, sum y, sum y^2, sum e = |E_u(z)|^2, sum w, sum w |E_u(z)|: [N] float64; sum x, sum x y: [N, d] float64;
-    the Gram matrix sum (x - c)(x - c)^T: [N, d, d] float32. c [N, d] is the mean of the expert's first batch: without
-    it the rounding of what all x have in common would swamp the differences that the regression reads.
+    n, sum y, sum y^2, sum e = |E_u(z)|^2, sum |E_u(z)|, sum w, sum w |E_u(z)| and the largest |E_u(z)_i|: [N] float64;
+    sum x, sum x y: [N, d] float64; the Gram matrix sum (x - c)(x - c)^T: [N, d, d] float32. c [N, d] is the mean of
+    the expert's first batch: without it the rounding of what all x have in common would swamp the differences that
+    the regression reads. `features` [h, d] adds relu(features x) to x; without `regress` the sums of x are left out.
     """
 
-    def __init__(self, experts: int, hidden: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        experts: int,
+        hidden: int,
+        device: torch.device | str,
+        features: Tensor | None = None,
+        regress: bool = True,
+    ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        self.n, self.sy, self.syy, self.se, self.sw, self.swn = (zeros(experts) for _ in range(6))
-        self.sx, self.sxy = zeros(experts, hidden), zeros(experts, hidden)
-        self.gram = zeros(experts, hidden, hidden, dtype=torch.float32)
-        self.centre = zeros(experts, hidden, dtype=torch.float32)
+        self.features = None if features is None else features.to(device)
+        self.regress = regress
+        d = hidden + (0 if features is None else len(features)) if regress else 0
+        self.n, self.sy, self.syy, self.se, self.sn, self.sw, self.swn = (zeros(experts) for _ in range(7))
+        self.peak = zeros(experts)
+        self.sx, self.sxy = zeros(experts, d), zeros(experts, d)
+        self.gram = zeros(experts, d, d, dtype=torch.float32)
+        self.centre = zeros(experts, d, dtype=torch.float32)
         self._seen = [False] * experts
 
     @staticmethod
     def size_in_bytes(experts: int, hidden: int) -> int:
-        return experts * (4 * hidden * hidden + (2 * 8 + 4) * hidden + 6 * 8)
+        return experts * (4 * hidden * hidden + (2 * 8 + 4) * hidden + 8 * 8)
 
     def centred_gram(self, experts: slice) -> Tensor:
         """G_c = sum (x - m)(x - m)^T around each expert's mean m, [n, d, d] float64."""
@@ -44,13 +51,32 @@ class LayerSums:
         shift = self.sx[experts] - n[:, None] * self.centre[experts]
         return self.gram[experts].double() - torch.einsum("ni,nj->nij", shift / n.clamp_min(1)[:, None], shift)
 
+    def _inputs(self, hidden: Tensor) -> Tensor:
+        x = unit(hidden)
+        return x if self.features is None else random_features(x, self.features)
+
+    def means(self) -> dict[str, Tensor]:
+        """Means over an expert's tokens, by name; the norm of an expert without tokens is the median of the others."""
+        n = self.n.clamp_min(1)
+        norm, seen = self.sn / n, self.n > 0
+        return {
+            "count": self.n,
+            "energy_mean": self.se / n,
+            "weight_mean": self.sw / n,
+            "output_norm": torch.where(seen, norm, norm[seen].median()) if bool(seen.any()) else norm,
+            "output_norm_weighted": self.swn / n,
+            "output_peak": self.peak,
+            "mean_y": self.sy / n,
+        }
+
     def add(self, hidden: Tensor, ids: Tensor, weights: Tensor, outputs: Tensor) -> None:
         """hidden [T, d], ids and weights [T, K], outputs [T, K, d] unweighted."""
         k, experts = ids.shape[-1], len(self.n)
         energy = outputs.float().square().sum(-1)  # [T, K]
         order = ids.flatten().sort(stable=True)
         row = order.indices // k
-        x = unit(hidden)[row]
+        self.peak.scatter_reduce_(0, ids.flatten(), outputs.abs().amax(-1).flatten().double(), "amax")
+        x = self._inputs(hidden)[row] if self.regress else hidden.new_zeros(len(row), 0)
         e = energy.flatten()[order.indices].double()
         w = weights.flatten()[order.indices].double()
         y = e.clamp_min(LOWEST_ENERGY).log()
@@ -61,7 +87,7 @@ class LayerSums:
                 continue
             part = slice(start, start + count)
             start += count
-            xu, yu = x[part], y[part]
+            xu, yu = x[part].float(), y[part]
             if not self._seen[u]:
                 self.centre[u], self._seen[u] = xu.mean(0), True
             xc = xu - self.centre[u]
@@ -73,6 +99,7 @@ class LayerSums:
             self.sy[u] += yu.sum()
             self.syy[u] += yu @ yu
             self.se[u] += e[part].sum()
+            self.sn[u] += e[part].sqrt().sum()
             self.sw[u] += w[part].sum()
             self.swn[u] += w[part] @ e[part].sqrt()
 

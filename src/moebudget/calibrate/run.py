@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,29 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from moebudget.calibrate.collect import LOWEST_ENERGY, LayerSums, solve_ridge, unit
+from moebudget.calibrate.collect import LayerSums, solve_ridge
 from moebudget.calibrate.data import Corpus, Packed
-from moebudget.integrations.families import model_facts, moe_layers
-from moebudget.integrations.transformers import model_type, observe_routes
+from moebudget.calibrate.pairs import Folding, RouteRatios, Similarity
+from moebudget.calibrate.passes import LastLayerSeen, batches, forward
+from moebudget.calibrate.validate import validate
+from moebudget.integrations.families import MoeLayer, model_facts, moe_layers
+from moebudget.integrations.observe import observe_routes
+from moebudget.integrations.transformers import model_type
 from moebudget.provenance import versions
+from moebudget.rivals import METRICS
 from moebudget.stats import ModelFacts, Stats
 
 DEFAULT_ALPHAS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 MEMORY_SHARE = 0.6
-
-
-class _LastLayerSeen(Exception):
-    pass
+PREDICTOR = frozenset({"predictor_weight", "predictor_bias"})
+NONLINEAR = frozenset({"nonlinear_features", "nonlinear_weight", "nonlinear_bias"})
+MEANS = ("count", "energy_mean", "weight_mean", "output_norm", "output_norm_weighted")
+DEFAULT_NEEDS = PREDICTOR | {"energy_mean"}
+KNOWN = PREDICTOR | NONLINEAR | {*MEANS, "super_expert", "route_ratio", "fold_scale", "fold_loss"}
+KNOWN |= {f"similarity_{metric}" for metric in METRICS}
+EXACT = frozenset({"count", "mean_y", *MEANS})  # kept in float64 until all layers are done
+INTERNAL = frozenset({"slope", "bias", "mean_y", "output_peak", "nonlinear_slope", "nonlinear_bias"})
+FEATURES = 256  # random features of the nonlinear predictor
 
 
 def free_memory(device: torch.device) -> int:
@@ -37,21 +47,58 @@ def free_memory(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def layers_per_pass(facts: ModelFacts, device: torch.device, memory: int | None = None) -> int:
+def layers_per_pass(
+    facts: ModelFacts, device: torch.device, memory: int | None = None, needs: frozenset[str] = DEFAULT_NEEDS
+) -> int:
     """How many layers' sums fit into the given or the free memory at once. Raises MemoryError if not even one does."""
     room = int(MEMORY_SHARE * free_memory(device)) if memory is None else memory
-    one = LayerSums.size_in_bytes(facts.experts, facts.hidden)
+    n, d = facts.experts, facts.hidden
+    wanted = ((PREDICTOR, LayerSums.size_in_bytes(n, d)), (NONLINEAR, LayerSums.size_in_bytes(n, d + FEATURES)))
+    one = max(1, sum(size for names, size in wanted if names & needs))
     if one > room:
         raise MemoryError(
-            f"one layer's statistics take {one / 2**30:.1f} GiB ({facts.experts} experts x {facts.hidden}^2 floats), "
+            f"one layer's statistics take {one / 2**30:.1f} GiB ({n} experts x {d}^2 floats), "
             f"{room / 2**30:.1f} GiB may be used on {device}; free memory or calibrate on a larger device"
         )
     return min(len(facts.layers), room // one)
 
 
-def _batches(part: Packed, rows: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    for i in range(0, len(part.ids), rows):
-        yield part.ids[i : i + rows].to(device), part.mask[i : i + rows].to(device)
+class LayerSet:
+    """Everything that is collected for one layer: what `needs` names, and the means, which cost next to nothing."""
+
+    def __init__(self, needs: frozenset[str], facts: ModelFacts, position: int, device: torch.device) -> None:
+        n, d = facts.experts, facts.hidden
+        self.energy = LayerSums(n, d, device, regress=bool(needs & PREDICTOR))
+        self.nonlinear: LayerSums | None = None
+        if needs & NONLINEAR:
+            generator = torch.Generator().manual_seed(position)
+            self.nonlinear = LayerSums(n, d, device, torch.randn(FEATURES, d, generator=generator))
+        metrics = frozenset(m for m in METRICS if f"similarity_{m}" in needs)
+        self.pairs: list[RouteRatios | Folding | Similarity] = []
+        if "route_ratio" in needs:
+            self.pairs.append(RouteRatios(facts.top_k, device))
+        if needs & {"fold_scale", "fold_loss"}:
+            self.pairs.append(Folding(n, device))
+        if metrics:
+            self.pairs.append(Similarity(n, metrics, device))
+
+    def add(self, layer: MoeLayer, hidden: Tensor, ids: Tensor, weights: Tensor, outputs: Tensor) -> None:
+        for sums in filter(None, (self.energy, self.nonlinear)):
+            sums.add(hidden, ids, weights, outputs)
+        for one in self.pairs:
+            one.add(layer, hidden, ids, weights, outputs)
+
+    def finish(self, alphas: list[float]) -> dict[str, Tensor]:
+        """The layer's tensors by name; slopes [A, N, d] and biases [A, N] of every alpha."""
+        found = self.energy.means()
+        if self.energy.regress:
+            found["slope"], found["bias"] = solve_ridge(self.energy, alphas)
+        if self.nonlinear is not None and self.nonlinear.features is not None:
+            found["nonlinear_slope"], found["nonlinear_bias"] = solve_ridge(self.nonlinear, alphas)
+            found["nonlinear_features"] = self.nonlinear.features
+        for one in self.pairs:
+            found |= one.finish()
+        return {name: tensor.cpu() for name, tensor in found.items()}
 
 
 @torch.no_grad()
@@ -60,6 +107,7 @@ def calibrate(
     corpus: Corpus,
     *,
     model_id: str,
+    needs: Iterable[str] = DEFAULT_NEEDS,
     budget: int | None = None,
     batch: int = 16,
     alphas: tuple[float, ...] = DEFAULT_ALPHAS,
@@ -68,67 +116,110 @@ def calibrate(
     resume: Path | None = None,
     quiet: bool = False,
 ) -> Stats:
-    """Fit BASE's energy predictor and the mean statistics of every expert, teacher-forced on the corpus.
+    """Collect the statistics that `needs` names (a policy's `.needs`; default: BASE's) in one run over the corpus.
 
     Only tokens that the model routes to an expert count for it; padding is left out; held-out documents are used to
-    choose alpha (largest retained energy with `batch` rows a step at `budget` experts, default 5/4 top-k) and to
-    report R^2, never to fit. `rows` sequences go through the model at a time. Layers are handled in groups of `group`
-    (default: what fits in 60 % of the free memory), one pass over the text a group; a pass ends at the last layer it
-    needs. With `resume`, a finished group is kept in that file and not repeated.
+    choose a predictor's alpha (largest retained energy with `batch` rows a step at `budget` experts, default 5/4
+    top-k) and to report R^2, never to fit. `rows` sequences go through the model at a time. Layers are handled in
+    groups of `group` (default: what fits in 60 % of the free memory), one pass over the text a group; a pass ends at
+    the last layer it needs. With `resume`, a finished group is kept in that file and not repeated. Similarities run
+    every expert on every token, up to 51,200 tokens.
+
+    Raises ValueError for a statistic that calibration does not make, or a budget that the model does not allow.
     """
     layers = moe_layers(model)
     facts = model_facts(layers, model_type(model))
     device = layers[0].weight.device
-    group = layers_per_pass(facts, device) if group is None else group
+    needs = frozenset(needs)
+    if needs - KNOWN:
+        raise ValueError(f"calibration does not make {sorted(needs - KNOWN)}; it makes {', '.join(sorted(KNOWN))}")
+    group = layers_per_pass(facts, device, needs=needs) if group is None else group
     budget = min(facts.experts, round(1.25 * facts.top_k)) if budget is None else budget
     if not 1 <= budget <= facts.experts:
         raise ValueError(f"budget={budget} must lie between 1 and the model's {facts.experts} experts")
     console = Console(stderr=True, quiet=quiet)
-    key = {"facts": facts.config_hash, "routers": facts.router_hash, "data": corpus.id, "alphas": list(alphas)}
+    key = {
+        "facts": facts.config_hash, "routers": facts.router_hash, "data": corpus.id, "alphas": list(alphas),
+        "needs": sorted(needs),
+    }  # fmt: skip
     found: dict[str, Tensor] = {} if resume is None else _load_partial(resume, key)
     for start in range(0, len(layers), group):
         positions = range(start, min(start + group, len(layers)))
-        if all(f"{p}.slope" in found for p in positions):
+        if all(f"{p}.count" in found for p in positions):
             continue
-        sums = _collect(model, corpus.fit, facts, positions, rows, device, console)
+        sums = _collect(model, corpus.fit, facts, positions, rows, device, console, needs)
         for position in positions:
-            slope, bias = solve_ridge(sums[position], list(alphas))
-            found[f"{position}.slope"], found[f"{position}.bias"] = slope.float().cpu(), bias.float().cpu()
-            found |= {f"{position}.{name}": t.cpu() for name, t in _means(sums.pop(position)).items()}
+            finished = sums.pop(position).finish(list(alphas))
+            found |= {f"{position}.{name}": t if name in EXACT else t.float() for name, t in finished.items()}
         if resume is not None:
             partial = resume.with_name(resume.name + ".partial")
             save_file(found, partial, metadata={"key": json.dumps(key)})
             partial.replace(resume)
-    stacked = {
-        name: torch.stack([found[f"{p}.{name}"] for p in range(len(layers))])
-        for name in ("slope", "bias", "count", "energy_mean", "weight_mean", "output_norm_weighted", "mean_y")
-    }
-    retained, r2 = _validate(model, corpus.held_out, stacked, budget, batch, device, console)
-    best = int(retained.argmax())
-    tensors = {
-        "predictor_weight": stacked["slope"][:, best],
-        "predictor_bias": stacked["bias"][:, best],
-        "r2_heldout": r2[best],
-        **{n: stacked[n].float() for n in ("count", "energy_mean", "weight_mean", "output_norm_weighted")},
-    }
-    scored = tensors["count"] * tensors["r2_heldout"].isfinite()
+    names = {name.partition(".")[2] for name in found}
+    stacked = {name: torch.stack([found[f"{p}.{name}"] for p in range(len(layers))]) for name in sorted(names)}
+    tensors = {name: stacked[name].float() for name in sorted(names - INTERNAL)}
+    tensors["super_expert"] = super_experts(stacked["output_peak"])
     info: dict[str, Any] = {
         "model": model_id,
         "data": corpus.id,
         "documents": corpus.documents,
         "tokens": corpus.fit.tokens,
         "held_out_tokens": corpus.held_out.tokens,
-        "alpha": alphas[best],
-        "retained_energy_by_alpha": {str(a): round(float(r), 5) for a, r in zip(alphas, retained, strict=True)},
-        "retained_energy": round(float(retained[best]), 5),
-        "retained_energy_at": {"budget": budget, "batch": batch},
-        "r2_heldout": round(float((scored * tensors["r2_heldout"].nan_to_num()).sum() / scored.sum()), 4),
+        "statistics": sorted(tensors),
+    }
+    settings = (budget, batch, device, console)
+    if needs & PREDICTOR:
+        best, r2, report = _choose(model, corpus, stacked, alphas, *settings)
+        tensors |= {"predictor_weight": stacked["slope"][:, best], "predictor_bias": stacked["bias"][:, best]}
+        tensors["r2_heldout"] = r2
+        info |= report
+    if needs & NONLINEAR:
+        renamed = {"slope": stacked["nonlinear_slope"], "bias": stacked["nonlinear_bias"]}
+        best, _, report = _choose(model, corpus, {**stacked, **renamed}, alphas, *settings)
+        tensors |= {"nonlinear_weight": renamed["slope"][:, best], "nonlinear_bias": renamed["bias"][:, best]}
+        info["nonlinear"] = report
+    info |= {
+        "statistics": sorted(tensors),
         "experts_without_tokens": int((tensors["count"] == 0).sum()),
         "versions": versions(),
     }
     if resume is not None:
         resume.unlink(missing_ok=True)
     return Stats(facts, tensors, info)
+
+
+def _choose(
+    model: nn.Module,
+    corpus: Corpus,
+    stacked: dict[str, Tensor],
+    alphas: tuple[float, ...],
+    budget: int,
+    batch: int,
+    device: torch.device,
+    console: Console,
+) -> tuple[int, Tensor, dict[str, Any]]:
+    """The alpha with the largest held-out retained energy, R^2 [L, N] at it, and what is reported."""
+    retained, r2 = validate(model, corpus.held_out, stacked, budget, batch, device, console)
+    best = int(retained.argmax())
+    scored = stacked["count"].float() * r2[best].isfinite()
+    return best, r2[best], {
+        "alpha": alphas[best],
+        "retained_energy_by_alpha": {str(a): round(float(r), 5) for a, r in zip(alphas, retained, strict=True)},
+        "retained_energy": round(float(retained[best]), 5),
+        "retained_energy_at": {"budget": budget, "batch": batch},
+        "r2_heldout": round(float((scored * r2[best].nan_to_num()).sum() / scored.sum()), 4),
+    }  # fmt: skip
+
+
+def super_experts(peak: Tensor) -> Tensor:
+    """Largest |E_u(z)_i| of every expert [L, N] -> 1 for super experts, which REAP does not prune.
+
+    Above the 99.5th percentile of all experts and a tenth of the largest, in the first 75 % of the layers (REAP,
+    https://arxiv.org/abs/2510.13999, the authors' code).
+    """
+    bound = max(float(torch.quantile(peak.flatten().double(), 0.995)), float(peak.max()) / 10)
+    early = torch.arange(len(peak), device=peak.device) < 0.75 * len(peak)
+    return ((peak > bound) & early[:, None]).float()
 
 
 def _collect(
@@ -139,101 +230,22 @@ def _collect(
     rows: int,
     device: torch.device,
     console: Console,
-) -> dict[int, LayerSums]:
-    sums = {p: LayerSums(facts.experts, facts.hidden, device) for p in positions}
+    needs: frozenset[str] = DEFAULT_NEEDS,
+) -> dict[int, LayerSet]:
+    sums = {p: LayerSet(needs, facts, p, device) for p in positions}
     keep: Tensor | slice = slice(None)
 
     def observe(position: int, hidden: Tensor, _logits: Tensor, ids: Tensor, weights: Tensor, outputs: Tensor) -> None:
-        sums[position].add(hidden[keep], ids[keep], weights[keep], outputs[keep])
+        sums[position].add(layers[position], hidden[keep], ids[keep], weights[keep], outputs[keep])
         if position == positions[-1]:
-            raise _LastLayerSeen
+            raise LastLayerSeen
 
     what = f"layers {positions[0] + 1}-{positions[-1] + 1} of {len(facts.layers)}"
-    with observe_routes(model, observe, positions):
+    with observe_routes(model, observe, positions) as layers:
         total = -(-len(part.ids) // rows)
-        for ids, mask in track(_batches(part, rows, device), f"calibrating {what}", total, console=console):
+        for ids, mask in track(batches(part, rows, device), f"calibrating {what}", total, console=console):
             keep = slice(None) if bool(mask.all()) else mask.flatten().nonzero().squeeze(-1)
-            _forward(model, ids, mask)
-    return sums
-
-
-def _forward(model: nn.Module, ids: Tensor, mask: Tensor) -> None:
-    backbone = getattr(model, "base_model", model)  # no language head: its logits are not needed
-    try:
-        backbone(input_ids=ids, attention_mask=mask.long(), use_cache=False)
-    except _LastLayerSeen:
-        return
-
-
-def _means(sums: LayerSums) -> dict[str, Tensor]:
-    n = sums.n.clamp_min(1)
-    return {
-        "count": sums.n,
-        "energy_mean": sums.se / n,
-        "weight_mean": sums.sw / n,
-        "output_norm_weighted": sums.swn / n,
-        "mean_y": sums.sy / n,
-    }
-
-
-def _validate(
-    model: nn.Module,
-    part: Packed,
-    found: dict[str, Tensor],
-    budget: int,
-    batch: int,
-    device: torch.device,
-    console: Console,
-) -> tuple[Tensor, Tensor]:
-    """Retained energy [A], mean over layers and positions, and R^2 [A, L, N], both on held-out text.
-
-    A decode batch is `batch` sequences at one position. Retained energy of a set A of `budget` experts is
-    sum_{u in A} D*_u / sum_{u in A*} D*_u, with D* the true removal costs and A* their top `budget` (BASE, eq. 12).
-    """
-    n_layers, n_alphas, n_experts, _ = found["slope"].shape
-    slope, bias = found["slope"].to(device), found["bias"].to(device)
-    mean_y = found["mean_y"].to(device)
-    share, steps = torch.zeros(n_alphas, dtype=torch.float64, device=device), 0
-    sse = torch.zeros(n_alphas, n_layers, n_experts, dtype=torch.float64, device=device)
-    sst, seen = sse[0].clone(), sse[0].clone()
-    mask = torch.empty(0)
-
-    def observe(position: int, hidden: Tensor, _logits: Tensor, ids: Tensor, weights: Tensor, outputs: Tensor) -> None:
-        nonlocal share, steps
-        energy = outputs.float().square().sum(-1)  # [T, K]
-        y = energy.clamp_min(LOWEST_ENERGY).log()
-        log_energy = torch.einsum("td,and->atn", unit(hidden), slope[position]) + bias[position][:, None]
-        guess = log_energy.gather(-1, ids.expand(n_alphas, *ids.shape))  # [A, T, K]
-        live = mask.flatten()
-        flat = ids[live].flatten()
-        error = (guess - y)[:, live].square().flatten(1).double()
-        sse[:, position] = sse[:, position].index_add(1, flat, error)
-        spread = (y - mean_y[position].float()[ids])[live].square().flatten().double()
-        sst[position] = sst[position].index_add(0, flat, spread)
-        seen[position] = seen[position].index_add(0, flat, torch.ones_like(spread))
-        vote = weights.float().square() * live[:, None]
-        true = _per_expert(vote * energy, ids, n_experts, mask.shape)  # [S, N]
-        guessed = _per_expert(vote * guess.exp(), ids.expand_as(guess), n_experts, mask.shape)  # [A, S, N]
-        best = true.sort(dim=-1, descending=True).values[:, :budget].sum(-1)
-        chosen = guessed.sort(dim=-1, descending=True, stable=True).indices[..., :budget]
-        kept = true.expand(n_alphas, *true.shape).gather(-1, chosen).sum(-1)
-        some = best > 0
-        share = share + (kept / best.clamp_min(LOWEST_ENERGY))[:, some].sum(-1).double()
-        steps += int(some.sum())
-
-    with observe_routes(model, observe):
-        total = -(-len(part.ids) // batch)
-        for ids, mask in track(_batches(part, batch, device), "held-out retained energy", total, console=console):
-            _forward(model, ids, mask)
-    fitted = found["count"].to(device) > 0
-    r2 = torch.where(fitted & (seen > 1) & (sst > 0), 1 - sse / sst, torch.nan)
-    return (share / steps).cpu(), r2.float().cpu()
-
-
-def _per_expert(values: Tensor, ids: Tensor, experts: int, shape: torch.Size) -> Tensor:
-    """values and ids [..., B*S, K] of B sequences -> sums over the B rows of every position, [..., S, N]."""
-    spread = torch.zeros(*values.shape[:-1], experts, device=values.device).scatter(-1, ids, values)
-    sums: Tensor = spread.unflatten(-2, shape).sum(-3)
+            forward(model, ids, mask)
     return sums
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from torch import Tensor
 
 from moebudget import provenance
 from moebudget.calibrate import Corpus, calibrate, load_corpus, merge_corpora
@@ -84,7 +85,7 @@ def run_demo(
         f"energy predictor fitted on {info['tokens']:,} tokens: held-out R2 {info['r2_heldout']:.2f}, "
         f"retained energy {info['retained_energy']:.3f} at {info['retained_energy_at']['budget']} experts"
     )
-    windows = load_windows(*_heldout(tokenizer, vocabulary(model)), size.windows)
+    windows = heldout_windows(tokenizer, vocabulary(model), size.windows)
     items = held_out("test", size.items)
     random.Random(0).shuffle(items)
     rows = evaluate(
@@ -118,10 +119,11 @@ def calibration_corpus(tokenizer: Any, entries: int, tokens: int) -> Corpus:
     return merge_corpora([load_corpus(str(f), tokenizer, entries, length=LENGTH, max_tokens=share) for f in files])
 
 
-def _heldout(tokenizer: Any, entries: int) -> tuple[Any, Any]:
+def heldout_windows(tokenizer: Any, entries: int, limit: int) -> Tensor:
+    """Windows [n, 257] of the embedded held-out text, domains mixed."""
     documents = [d for f in embedded_text("heldout") for d in tokenize(str(f), tokenizer, entries, min_document=2)[0]]
     packed: Packed = pack(documents, WINDOW + 1, tokenizer.eos_token_id)
-    return packed.ids, packed.mask
+    return load_windows(packed.ids, packed.mask, limit)
 
 
 def findings(rows: list[Quality]) -> list[str]:

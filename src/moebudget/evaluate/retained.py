@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moebudget.evaluate.text import aligned_steps
-from moebudget.integrations.transformers import observe_routes
+from moebudget.integrations.observe import observe_routes
 from moebudget.policy import Policy
 from moebudget.score import TrueEnergy
 from moebudget.select import native_union
@@ -24,7 +24,8 @@ def retained_energy(
 
     D* are the true removal costs of a decode batch (`batch` windows at one position) and A* the |A| experts with the
     largest (BASE, https://arxiv.org/abs/2609.36222, eq. 12). Every policy is judged on the same states, those of the
-    unchanged model; for rules without a fixed budget |A| is what they fetch at that position.
+    unchanged model; for rules without a fixed budget |A| is the size of their set at that position. Experts of A that
+    no row routes to keep nothing.
     """
     device = next(model.parameters()).device
     shares, count = torch.zeros(len(policies), dtype=torch.float64), 0
@@ -50,9 +51,10 @@ def retained_energy(
         some = best[:, 0] > 0  # steps with anything to keep
         size = torch.arange(cost.shape[-1], device=cost.device)
         for i, policy in enumerate(policies):
-            mask = policy.active(step, layer_stats).mask & routed
-            top = torch.where(size < mask.sum(-1, keepdim=True), best, 0.0).sum(-1)
-            shares[i] += (torch.where(mask, cost, 0.0).sum(-1) / top)[some].double().sum().cpu()
+            mask = policy.active(step, layer_stats).mask
+            top = torch.where(size < mask.sum(-1, keepdim=True), best.clamp_min(0), 0.0).sum(-1)
+            kept = torch.where(mask & routed, cost, 0.0).sum(-1)
+            shares[i] += (kept / top)[some].double().sum().cpu()
         count += int(some.sum())
 
     with observe_routes(model, observe) as layers:

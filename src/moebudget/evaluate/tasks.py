@@ -66,14 +66,17 @@ class TaskResult:
         return torch.tensor([t == task for t in self.tasks])
 
 
-def pack_lanes(lengths: Sequence[int], lanes: int, width: int) -> Tensor:
+def pack_lanes(lengths: Sequence[int], lanes: int, width: int, refill: bool = True) -> Tensor:
     """Answers of the given lengths -> decode steps [S, lanes] of rows `item * width + position`, -1 where empty.
 
     A lane takes the next answer when it has finished one, so the batch stays constant until the answers run out.
+    Without `refill`, `lanes` answers start together and the next ones when all have finished: the batch drains.
     """
     ends, table = [0] * lanes, list[tuple[int, int, int]]()
     for item, length in enumerate(lengths):
-        lane = min(range(lanes), key=lambda x: (ends[x], x))
+        if not refill and item % lanes == 0:
+            ends = [max(ends)] * lanes
+        lane = min(range(lanes), key=lambda x: (ends[x], x)) if refill else item % lanes
         table += [(ends[lane] + j, lane, item * width + j) for j in range(length)]
         ends[lane] += length
     steps = torch.full((max(ends), lanes), -1, dtype=torch.int64)
@@ -93,13 +96,15 @@ def evaluate_tasks(
     batch: int = 16,
     chunk: int = 96,
     start_id: int | None = None,
+    refill: bool = True,
     quiet: bool = False,
 ) -> list[TaskResult]:
     """Answer every item with `batch` items in flight.
 
     The prompt but for its last token is prefilled densely, once for all policies; then the last prompt token and the
     answer are decode steps, so an answer of one token is decided under the policy too. Items are mixed in the given
-    order and a finished item's place is taken by the next (a constant batch; see `pack_lanes`). Answers are teacher
+    order and a finished item's place is taken by the next (a constant batch; see `pack_lanes`; without `refill` a
+    batch drains before the next one starts). Answers are teacher
     forced: an item is a hit if every token of its target is the most likely one given the true tokens before it,
     which is what greedy decoding gives; only the routes of batch mates that have already failed can differ from a
     free-running decode. `start_id` is put before every prompt. `chunk` items go through the model at a time.
@@ -122,7 +127,7 @@ def evaluate_tasks(
             for row, (prompt, target) in enumerate(zip(prompts, targets, strict=True)):
                 inputs[row, : len(target)] = torch.tensor([prompt[-1], *target[:-1]])
                 wanted[row, : len(target)] = torch.tensor(target)
-            steps = pack_lanes([len(t) for t in targets], min(batch, len(group)), width).to(device)
+            steps = pack_lanes([len(t) for t in targets], min(batch, len(group)), width, refill).to(device)
             inputs, wanted = inputs.to(device), wanted.to(device)
             full = torch.cat([mask, torch.ones_like(inputs)], 1)
             positions = full.cumsum(-1)[:, mask.shape[1] :] - 1

@@ -61,6 +61,7 @@ def evaluate_text(
         raise ValueError("no windows of text to evaluate")
     device = next(model.parameters()).device
     sums = [_Sums() for _ in policies]
+    has_dense = any(policy.name == "dense" for policy in policies)
     console = Console(stderr=True, quiet=quiet)
     starts = range(0, len(windows), batch)
     for start in track(starts, "held-out text", console=console):
@@ -69,14 +70,18 @@ def evaluate_text(
         decode = torch.ones_like(ids, dtype=torch.bool)
         decode[:, :prefill] = False
         steps = aligned_steps(decode)
-        dense_best = model(input_ids=ids, use_cache=False).logits.argmax(-1)
-        for policy, total in zip(policies, sums, strict=True):
+        dense_best: Tensor | None = None
+        if not has_dense:
+            dense_best = model(input_ids=ids, use_cache=False).logits.argmax(-1)
+        for policy, total in sorted(zip(policies, sums, strict=True), key=lambda pair: pair[0].name != "dense"):
             with attach(model, policy, stats) as run, run.decode_steps(steps):
                 logits = model(input_ids=ids, use_cache=False).logits
                 total.counters.append(run.counters)
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
             total.nll.append(loss.view_as(ids)[:, prefill:].double().mean(-1).cpu())
-            same = logits.argmax(-1) == dense_best
+            best = logits.argmax(-1)
+            dense_best = best if dense_best is None else dense_best  # the dense policy comes first
+            same = best == dense_best
             total.agreement.append(same[:, prefill:].double().mean(-1).cpu())
     return [_result(p, s, windows.shape[1] - 1 - prefill) for p, s in zip(policies, sums, strict=True)]
 

@@ -11,12 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moebudget.router import RouterSpec
-from moebudget.runtime import LayerRouter
 from moebudget.stats import ModelFacts, hash_routers
 
 
@@ -115,41 +113,6 @@ class MoeLayer:
         one = hidden.new_ones(ids.numel(), 1)
         outputs = self.experts.forward(hidden.repeat_interleave(k, 0), ids.reshape(-1, 1), one)
         return outputs.view(*ids.shape, hidden.shape[-1])  # type: ignore[no-any-return]
-
-
-def route_steps(
-    layer: MoeLayer,
-    router: LayerRouter,
-    hidden: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    steps: Tensor,
-    voting: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Apply the layer's policy to the decode steps [S, B] of flattened tokens; everything else keeps its routes.
-
-    hidden [T, d], ids and weights [T, K] as the model computed them. Rows that a policy leaves alone come back bit
-    for bit, in the model's own slot order. Rows of a step that do not vote [S, B] run an expert of the set, weight 0.
-    """
-    named, rows = steps >= 0, steps.clamp_min(0)
-    live = named if voting is None else named & voting
-    z, own_ids, own_weights = hidden[rows], ids[rows], weights[rows]  # [S, B, ...]
-    energy = None
-    if router.policy.needs_energy:
-        energy = layer.route_outputs(hidden, ids).float().square().sum(-1)[rows]
-    batch = layer.spec(
-        z, layer.logits(z), bias=layer.selection_bias, live=live, routes=(own_ids, own_weights), energy=energy
-    )
-    routing = router(batch)
-    same = (routing.ids == batch.ids) & (routing.weights == batch.weights)
-    same = (same & batch.live[..., None]).all(-1, keepdim=True)
-    new_ids = torch.where(same, own_ids, routing.ids.to(ids.dtype)).flatten(0, 1)
-    new_weights = torch.where(same, own_weights, routing.weights.to(weights.dtype)).flatten(0, 1)
-    padding = ids.shape[0]  # index of one extra row that empty slots write to
-    target = torch.where(named, steps, padding).flatten()
-    out_ids = torch.cat([ids, ids[:1]]).index_copy(0, target, new_ids)[:padding]
-    out_weights = torch.cat([weights, weights[:1]]).index_copy(0, target, new_weights)[:padding]
-    return out_ids, out_weights
 
 
 def text_config(model_or_config: Any) -> Any:

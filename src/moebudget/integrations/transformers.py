@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moebudget.integrations.families import MoeLayer, model_facts, moe_layers, route_steps, text_config
+from moebudget.integrations.families import model_facts, moe_layers, text_config
+from moebudget.integrations.observe import restore
+from moebudget.integrations.steps import merge_rows, prefill_rows, route_steps
+from moebudget.placement import Placement
 from moebudget.policy import Policy
 from moebudget.presets import parse
 from moebudget.runtime import Counters, LayerRouter, read_counters
-from moebudget.stats import Stats, require_stats
+from moebudget.stats import ModelFacts, Stats, place, require_stats
 from moebudget.types import NO_STATS
 
 MARK = "_moebudget_run"
@@ -29,17 +32,17 @@ class Run:
     """A policy attached to a model: its counters, its budget, and which rows of the next forward pass are decoding."""
 
     def __init__(
-        self, model: nn.Module, policy: Policy, stats: Stats | None, finished_ids: frozenset[int] | None
+        self,
+        model: nn.Module,
+        policy: Policy,
+        stats: Stats | None,
+        finished_ids: frozenset[int] | None,
+        prefill: Policy | None = None,
     ) -> None:
         self.model, self.policy, self.finished_ids = model, policy, finished_ids
         self.layers = moe_layers(model)
-        require_stats(policy.name, policy.needs, stats)
-        if stats is not None and policy.needs:
-            stats.check(model_facts(self.layers, model_type(model)), policy.needs)
-        self.routers = [
-            LayerRouter(policy, NO_STATS if stats is None else stats.layer(i), layer.weight.device)
-            for i, layer in enumerate(self.layers)
-        ]
+        self.routers = self._routers(policy, stats)
+        self.prefill_routers = None if prefill is None else self._routers(prefill, stats)
         self._steps: Tensor | None = None  # [S, B] rows of the decode steps in this forward pass, None = prefill
         self._voting: Tensor | None = None  # [S, B] which of them vote, None = all
         self._explicit: Tensor | None = None
@@ -48,14 +51,28 @@ class Run:
         self._seen = 0
         self.forwards = 0
 
+    def _routers(self, policy: Policy, stats: Stats | None) -> list[LayerRouter]:
+        require_stats(policy.name, policy.needs, stats)
+        if stats is not None and policy.needs:
+            stats.check(model_facts(self.layers, model_type(self.model)), policy.needs)
+        return [
+            LayerRouter(policy, NO_STATS if stats is None else stats.layer(i), layer.weight.device)
+            for i, layer in enumerate(self.layers)
+        ]
+
     @property
     def counters(self) -> Counters:
         """Totals over all layers since `attach` or `reset`."""
         return read_counters(self.routers)
 
+    @property
+    def prefill_counters(self) -> Counters | None:
+        """The same for the prefill policy, if there is one; every forward pass with a prompt is one step."""
+        return None if self.prefill_routers is None else read_counters(self.prefill_routers)
+
     def reset(self) -> None:
         """Set all counters to zero."""
-        for router in self.routers:
+        for router in [*self.routers, *(self.prefill_routers or [])]:
             router.totals.zero_()
 
     def set_budget(self, budget: int) -> None:
@@ -132,19 +149,41 @@ class Run:
                 "forward pass; a fused block (from the kernels hub, say) bypasses routing: load the model without it"
             )
 
-    def _before_experts(self, layer: MoeLayer, router: LayerRouter) -> Callable[..., Any]:
+    def _before_experts(self, position: int) -> Callable[..., Any]:
+        layer, router = self.layers[position], self.routers[position]
+        prefill = None if self.prefill_routers is None else self.prefill_routers[position]
+
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self._seen += 1
-            if self._steps is None:
+            if self._steps is None and prefill is None:
                 return None
             call = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
             names = list(call.arguments)[1:4]  # hidden, ids, weights
             hidden, ids, weights = (call.arguments[name] for name in names)
-            new_ids, new_weights = route_steps(layer, router, hidden, ids, weights, self._steps, self._voting)
+            new_ids, new_weights = ids, weights
+            if prefill is not None:
+                rows = prefill_rows(len(ids), self._steps, ids.device)
+                new_ids, new_weights = route_steps(layer, prefill, hidden, ids, weights, rows)
+            if self._steps is not None:
+                decoded = route_steps(layer, router, hidden, ids, weights, self._steps, self._voting)
+                new_ids, new_weights = (
+                    decoded if prefill is None else merge_rows((new_ids, new_weights), decoded, self._steps)
+                )
             call.arguments[names[1]], call.arguments[names[2]] = new_ids, new_weights
             return call.args[1:], call.kwargs
 
         return hook
+
+
+def facts_of(model: nn.Module) -> ModelFacts:
+    """What statistics of this model must agree on."""
+    return model_facts(moe_layers(model), model_type(model))
+
+
+def place_experts(model: nn.Module, stats: Stats | None, devices: int) -> Stats:
+    """The statistics (or, without any, the model's facts alone) with its experts on `devices` in equal blocks."""
+    facts = facts_of(model)
+    return place(facts if stats is None else stats, Placement.contiguous(facts.experts, devices))
 
 
 def model_type(model: nn.Module) -> str:
@@ -154,7 +193,12 @@ def model_type(model: nn.Module) -> str:
 
 @contextmanager
 def attach(
-    model: nn.Module, policy: Policy | str, stats: Stats | None = None, *, finished_ids: frozenset[int] | None = None
+    model: nn.Module,
+    policy: Policy | str,
+    stats: Stats | None = None,
+    *,
+    finished_ids: frozenset[int] | None = None,
+    prefill: Policy | str | None = None,
 ) -> Iterator[Run]:
     """Re-route the model's decode steps by `policy` inside the `with` block; the model is itself again afterwards.
 
@@ -165,6 +209,9 @@ def attach(
     such tokens within a text. Steps that feed several tokens a row (assisted generation) count as prefill unless
     `run.decode_steps` names their rows.
 
+    Prefill stays untouched unless `prefill` names a policy for it, as ExFold's `exfold_prefill:p=4`; all tokens of a
+    forward pass that are not decode steps, padding included, are one batch to it.
+
     `generate` compiles static-cache decoding on some devices; that is switched off while attached, because the hooks
     count on the host.
 
@@ -172,11 +219,12 @@ def attach(
     model is attached to already. Warns on exit if no decode step was seen.
     """
     policy = parse(policy) if isinstance(policy, str) else policy
+    prefill = parse(prefill) if isinstance(prefill, str) else prefill
     if getattr(model, MARK, None) is not None:
         raise RuntimeError(
             f"a policy is attached to this model already ({getattr(model, MARK)!s}); leave that block first"
         )
-    run = Run(model, policy, stats, finished_ids)
+    run = Run(model, policy, stats, finished_ids, prefill)
     with ExitStack() as undo:
         setattr(model, MARK, policy)
         undo.callback(delattr, model, MARK)
@@ -190,12 +238,12 @@ def attach(
                 else (lambda: delattr(generation, "disable_compile"))
             )
         if hasattr(model, "_prefill"):
-            undo.callback(_restore, model, "_prefill", model.__dict__.get("_prefill"))
+            undo.callback(restore, model, "_prefill", model.__dict__.get("_prefill"))
             model._prefill = run._watch_prompt(model._prefill)  # type: ignore[arg-type,assignment]
         undo.callback(model.register_forward_pre_hook(run._before_forward, with_kwargs=True).remove)
         undo.callback(model.register_forward_hook(run._after_forward).remove)
-        for layer, router in zip(run.layers, run.routers, strict=True):
-            hook = run._before_experts(layer, router)
+        for position, layer in enumerate(run.layers):
+            hook = run._before_experts(position)
             undo.callback(layer.experts.register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield run
     if run.forwards and not run.counters.steps:
@@ -204,46 +252,3 @@ def attach(
             "prefill (is the cache off? a log-likelihood task?), so the model ran unchanged",
             stacklevel=3,
         )
-
-
-Observer = Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor], None]
-
-
-@contextmanager
-def observe_routes(model: nn.Module, observer: Observer, only: range | None = None) -> Iterator[list[MoeLayer]]:
-    """Call `observer(position, hidden, logits, ids, weights, outputs)` for every Mixture-of-Experts layer.
-
-    position counts those layers; hidden [T, d], logits [T, N], ids and weights [T, K] are the model's own, outputs
-    [T, K, d] the routes' unweighted expert outputs. The experts run once: the layer's output is made from the same
-    outputs. `only` limits the observation to a range of positions.
-    """
-    layers = moe_layers(model)
-
-    def observed(position: int, layer: MoeLayer) -> Callable[..., Tensor]:
-        signature = inspect.signature(type(layer.experts).forward)
-
-        def forward(*args: Any, **kwargs: Any) -> Tensor:
-            hidden, ids, weights = list(signature.bind(layer.experts, *args, **kwargs).arguments.values())[1:4]
-            del layer.experts.forward  # the class's own, for the one call inside
-            try:
-                outputs = layer.route_outputs(hidden, ids)
-            finally:
-                layer.experts.forward = forward
-            observer(position, hidden, layer.logits(hidden), ids, weights, outputs)
-            return torch.einsum("tk,tkd->td", weights.to(outputs.dtype), outputs)
-
-        return forward
-
-    with ExitStack() as undo:
-        for position, layer in enumerate(layers):
-            if only is None or position in only:
-                undo.callback(_restore, layer.experts, "forward", layer.experts.__dict__.get("forward"))
-                layer.experts.forward = observed(position, layer)
-        yield layers
-
-
-def _restore(module: nn.Module, method: str, before: Any) -> None:
-    if before is None:
-        delattr(module, method)
-    else:
-        setattr(module, method, before)

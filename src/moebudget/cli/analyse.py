@@ -1,0 +1,81 @@
+"""`moebudget analyse`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from moebudget.cli.app import DeviceOption, DtypeOption, ModelArgument, app
+
+
+@app.command("analyse")
+def analyse_command(
+    model: ModelArgument,
+    data: Annotated[str, typer.Option(help="Held-out text: file, .jsonl, folder or hub data set.")],
+    stats: Annotated[
+        Path | None, typer.Option(help="Statistics, made with --for base,static,nonlinear,sere for all studies.")
+    ] = None,
+    tasks: Annotated[Path | None, typer.Option(help="Task items, as for `moebudget eval`.")] = None,
+    study: Annotated[
+        list[str] | None, typer.Option(help="geometry, selection, fill, batch, draining; default: all that can run.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows a decode step.")] = 16,
+    budget: Annotated[int, typer.Option(min=1, help="Experts of the studies with a fixed budget.")] = 10,
+    windows: Annotated[int, typer.Option(min=1, help="Windows of text at most.")] = 128,
+    length: Annotated[int, typer.Option(min=4, help="Predicted tokens a window.")] = 256,
+    out: Annotated[Path, typer.Option(help="Folder for the rows and the picture.")] = Path("out"),
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    results: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
+) -> None:
+    """What removal costs rest on, on your model: geometry of expert outputs, ablations, batch size, draining."""
+    from moebudget import provenance
+    from moebudget.analyse import NEEDS, STUDIES, Setting, run_study
+    from moebudget.analyse.show import plot_studies, tables
+    from moebudget.calibrate.data import pack, tokenize
+    from moebudget.demo.tasks import load_items
+    from moebudget.evaluate.report import load_windows
+    from moebudget.integrations.loading import default_device, default_dtype, load_model, vocabulary
+    from moebudget.integrations.transformers import facts_of
+    from moebudget.stats import Stats, load_stats, require_stats
+
+    known = None if stats is None else load_stats(stats)
+    items = [] if tasks is None else load_items(tasks)
+    have = set() if known is None else set(known.tensors)
+    for name in study or []:
+        if name not in STUDIES:
+            raise ValueError(f"unknown study {name!r}; known: {', '.join(STUDIES)}")
+        if NEEDS[name] - have:
+            require_stats(f"study {name}", NEEDS[name] - have, None)
+        if name == "draining" and not items:
+            raise ValueError("the draining study answers task items: give --tasks items.jsonl")
+    chosen = study or [n for n in STUDIES if not NEEDS[n] - have and (items or n != "draining")]
+    device = default_device() if device is None else device
+    dtype = default_dtype(device) if dtype is None else dtype
+    loaded, tokenizer = load_model(model, device=device, dtype=dtype, stats=known)
+    documents, _ = tokenize(data, tokenizer, vocabulary(loaded), max_tokens=4 * windows * (length + 1), min_document=2)
+    packed = pack(documents, length + 1, tokenizer.eos_token_id)
+    setting = Setting(
+        loaded, model, Stats(facts_of(loaded), {}) if known is None else known,
+        load_windows(packed.ids, packed.mask, windows), items, tokenizer, tokenizer.bos_token_id, batch, budget,
+    )  # fmt: skip
+    console, rows = Console(width=max(100, Console().width)), list[dict[str, Any]]()
+    left_out = [name for name in STUDIES if name not in chosen]
+    if left_out and not study:
+        Console(stderr=True).print(f"left out, for want of statistics or items: {', '.join(left_out)}")
+    for name in chosen:
+        rows += run_study(name, setting)
+    stamped = [{**row, **provenance.stamp(device)} for row in rows]
+    for table in tables(rows):
+        console.print(table)
+    out.mkdir(parents=True, exist_ok=True)
+    plot_studies(rows, out / "analysis.png")
+    (out / "analysis.json").write_text(json.dumps(stamped, indent=1) + "\n", encoding="utf-8")
+    if results is not None:
+        provenance.append_rows(results, stamped)
+    sys.stdout.write(json.dumps({"rows": stamped}) + "\n")

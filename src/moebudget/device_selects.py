@@ -1,0 +1,119 @@
+"""Selections that look at where the experts lie: XShare on several devices, CAEE. They read a `Placement`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moebudget.select import Select, demand, first_routes, native_union, rank
+from moebudget.types import Active, LayerStats, RouterBatch
+
+
+def _same_device(stats: LayerStats) -> Tensor:
+    """[N, N] bool."""
+    device = stats["placement_device"]
+    return device[:, None] == device[None, :]
+
+
+def _rank_on_device(total: Tensor, candidate: Tensor, same: Tensor) -> Tensor:
+    """[N] how many candidates of the same device come before an expert."""
+    order = rank(total, candidate)
+    before = (order[..., None, :] < order[..., :, None]) & candidate[..., None, :]
+    return (before & same).sum(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRobin:
+    """The devices take turns to add their best expert until m are chosen, so that loads stay level.
+
+    XShare, https://arxiv.org/abs/2602.07265, algorithm 5: the largest load is ceil(m / devices) while none runs out.
+    """
+
+    m: int
+    needs: ClassVar[frozenset[str]] = frozenset({"placement_device"})
+
+    def __call__(self, scores: Tensor, batch: RouterBatch, stats: LayerStats) -> Active:
+        total, candidate = demand(scores, batch)
+        turn = _rank_on_device(total, candidate, _same_device(stats))
+        device = stats["placement_device"]
+        when = turn * (device.amax() + 1) + device
+        return Active(candidate & (rank(-when.double(), candidate) < self.m))
+
+
+@dataclass(frozen=True, slots=True)
+class PerDevice:
+    """The rows' first k0 routes, and the `m_device` best others of every device.
+
+    XShare, https://arxiv.org/abs/2602.07265, algorithm 6. additive: m_device experts come on top of the warm-up set
+    (our reading of the reported peak loads); else it caps a device's load.
+    """
+
+    k0: int
+    m_device: int
+    additive: bool = True
+    needs: ClassVar[frozenset[str]] = frozenset({"placement_device"})
+
+    def __call__(self, scores: Tensor, batch: RouterBatch, stats: LayerStats) -> Active:
+        total, candidate = demand(scores, batch)
+        chosen, same = first_routes(batch, self.k0), _same_device(stats)
+        rest = candidate & ~chosen
+        warm = (same & chosen[..., None, :]).sum(-1)  # [N] load of the expert's device
+        room = self.m_device if self.additive else self.m_device - warm
+        return Active(chosen | (rest & (_rank_on_device(total, rest, same) < room)))
+
+
+@dataclass(frozen=True, slots=True)
+class AtLeast:
+    """Experts whose total reaches theta; with `guard` also every row's first route.
+
+    CAEE on the device, https://arxiv.org/abs/2606.29982. theta bounds a sum over rows, so it scales with the batch: in
+    a small one no expert may reach it, which the guard (ours) is for; without it the one with the largest total stays.
+    """
+
+    theta: float
+    guard: bool = True
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def __call__(self, scores: Tensor, batch: RouterBatch, stats: LayerStats) -> Active:  # noqa: ARG002
+        total, _ = demand(scores, batch)
+        routed = native_union(batch)
+        reached = routed & (total >= self.theta)
+        if self.guard:
+            return Active(reached | first_routes(batch, 1))
+        alone = routed & (rank(total, routed) == 0) & ~reached.any(-1, keepdim=True)
+        return Active(reached | alone)
+
+
+@dataclass(frozen=True, slots=True)
+class CostInvariant:
+    """What `must` selects, and every further routed expert that does not raise the cost of the slowest device.
+
+    F(S) = max_d sum_{e in S on d} cost_e. The rest is tried from the largest total down; e joins if its device's load
+    plus its cost stays within F(must). So F does not change and the set stays inside the native union. CAEE,
+    https://arxiv.org/abs/2606.29982; the order and the sum inside the maximum are our reading.
+    """
+
+    must: Select
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.must.needs | {"placement_device", "placement_cost"}
+
+    def __call__(self, scores: Tensor, batch: RouterBatch, stats: LayerStats) -> Active:
+        mask = self.must(scores, batch, stats).mask
+        total, _ = demand(scores, batch)
+        same, cost = _same_device(stats).double(), stats["placement_cost"].double()
+        load = (mask * cost) @ same  # [N] load of the expert's device
+        most = load.amax(-1, keepdim=True)
+        rest = native_union(batch) & ~mask
+        order = total.masked_fill(~rest, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+        for i in range(total.shape[-1]):
+            expert = order[..., i : i + 1]
+            price = cost.expand_as(load).gather(-1, expert)
+            fits = (load.gather(-1, expert) + price <= most) & rest.gather(-1, expert)
+            mask = mask | torch.zeros_like(mask).scatter(-1, expert, fits)
+            load = load + same[expert].squeeze(-2) * (price * fits)
+        return Active(mask)
