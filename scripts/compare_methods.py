@@ -81,7 +81,7 @@ def compare(
     model: Any, tokenizer: Any, stats: Stats, windows: torch.Tensor, items: list[Any], quiet: bool
 ) -> list[Any]:
     """The rows of all methods at all targets; the windows of the search are the last tenth."""
-    search = windows[-max(BATCH, len(windows) // 10) :]
+    search = windows[-BATCH * max(1, len(windows) // (10 * BATCH)) :]  # whole batches
     rest = windows[: len(windows) - len(search)]
     chosen: dict[tuple[str, int], Any] = {}
     for name, families in METHODS.items():

@@ -47,8 +47,8 @@ def methods_table(rows: list[Row]) -> str:
     lines = [
         f"The embedded model, batch {dense['B']}, decode mode, {dense['tokens']:,} held-out tokens and "
         f"{dense['items']:,} task items a row; unchanged it fetches {dense['fetched']:.1f} experts on the text "
-        f"(loss {dense['nll']:.3f}) and {dense['task_fetched']:.1f} on the tasks ({tasks(dense)} % correct). ± is "
-        "half of a 95 % interval. Settings were searched on other windows for the target number of experts, to within 0.5; "
+        f"(loss {dense['nll']:.3f}) and {dense['task_fetched']:.1f} on the tasks ({tasks(dense)} % correct). "
+        "± is half of a 95 % interval. Settings were searched on other windows for the target number of experts, to within 0.5; "
         "of those within it the one with the lowest loss there was taken. **Bold counts** missed the target: the "
         "method has no such setting.",
     ]
