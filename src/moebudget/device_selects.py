@@ -66,7 +66,7 @@ class PerDevice:
 
 
 @dataclass(frozen=True, slots=True)
-class AtLeast:
+class Threshold:
     """Experts whose total reaches theta; with `guard` also every row's first route.
 
     CAEE on the device, https://arxiv.org/abs/2606.29982. theta bounds a sum over rows, so it scales with the batch: in

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moebudget.device_selects import AtLeast, CostInvariant, PerDevice, RoundRobin
+from moebudget.device_selects import CostInvariant, PerDevice, RoundRobin, Threshold
 from moebudget.fill import Backfill, Fold, OwnRoutes, Substitute
 from moebudget.policy import Policy
 from moebudget.rival_scores import (
@@ -146,7 +146,7 @@ def caee(theta: float, guard: str = "yes") -> Policy:
     """
     theta, on = number("caee", "theta", theta), choice("caee", "guard", guard, YES_NO) == "yes"
     name = spell("caee", {"guard": "yes"}, theta=theta, guard=guard)
-    return Policy(RouteScore(), CostInvariant(AtLeast(theta, on)), CAEE_FILL, name)
+    return Policy(RouteScore(), CostInvariant(Threshold(theta, on)), CAEE_FILL, name)
 
 
 def caee_offload(theta: float) -> Policy:
