@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time host to GPU copies over sizes and fit t0 + bytes / bandwidth: the cost of an offloaded expert (CAEE).
 
-    python scripts/bench_transfers.py
+python scripts/bench_transfers.py
 """
 
 from __future__ import annotations
