@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable
 from functools import cache, cached_property
 from typing import Any
@@ -17,6 +18,9 @@ from moebudget.presets import parse
 from moebudget.router import RouterSpec
 from moebudget.types import LayerStats, RouterBatch, Routing
 from tests import reference
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: kernels run on CPU tensors
 
 KINDS: dict[str, dict[str, Any]] = {
     "softmax_renorm": {"scoring": "softmax"},

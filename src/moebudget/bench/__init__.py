@@ -1,0 +1,1 @@
+"""Timing of kernels and decoding; one JSON row a result."""

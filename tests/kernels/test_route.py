@@ -1,0 +1,173 @@
+"""The fused kernels against the torch form: on a GPU, or on the CPU through Triton's interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from moebudget.kernels import FusedRouter, NotFusedError, lower
+from moebudget.policy import Policy
+from moebudget.presets import EXAMPLES, parse
+from moebudget.runtime import count_step
+from moebudget.types import MissingStatisticError, Routing
+from tests.conftest import KINDS, Problem, make_problem
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter computes in numpy, which warns where padding rows hold what they like to hold.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+CASES = [
+    *((kind, (4, 12, 3), "base:budget=5") for kind in KINDS),
+    *((kind, (4, 12, 3), "squared:budget=4,fill=executed") for kind in KINDS),
+    ("softmax_renorm", (1, 8, 2), "base:budget=1"),
+    ("softmax_renorm", (5, 60, 8), "base:budget=10,fill=drop"),
+    ("softmax", (5, 60, 4), "static:budget=6"),
+    ("sigmoid_bias", (4, 12, 1), "router_mass:budget=2"),
+    ("groups_top2", (4, 12, 2), "base:budget=100"),
+    ("groups_max", (4, 12, 4), "base:budget=2,fill=drop"),
+    ("softmax_renorm", (5, 16, 4), "oea:k0=1"),
+    ("sigmoid_bias", (5, 16, 4), "oea:k0=2,fill=original"),
+    ("softmax_renorm", (19, 16, 2), "base:budget=4"),  # more rows than are added up directly
+    ("softmax_renorm", (35, 16, 2), "squared:budget=3"),  # three groups, the last a part
+]
+
+
+def garbage(problem: Problem) -> Problem:
+    """Padding in one row, a NaN in a real one, where there are enough rows."""
+    if problem.rows < 4:
+        return problem
+    hidden, logits = problem.hidden.clone(), problem.logits.clone()
+    live = torch.ones(problem.rows, dtype=torch.bool)
+    live[1], hidden[2, 3] = False, math.nan
+    hidden[1], logits[1] = math.nan, math.inf
+    return dataclasses.replace(problem, hidden=hidden, logits=logits, live=live)
+
+
+def router_of(problem: Problem, policy: Policy, rows: int | None = None) -> FusedRouter:
+    return FusedRouter(
+        policy,
+        problem.spec,
+        problem.stats,
+        hidden=problem.hidden.shape[1],
+        max_rows=rows or problem.rows,
+        device=DEVICE,
+    )
+
+
+def run(router: FusedRouter, problem: Problem) -> Routing:
+    """One step into poisoned outputs."""
+    shape = (problem.rows, problem.spec.top_k)
+    out = Routing(torch.full(shape, -7, dtype=torch.int64, device=DEVICE), torch.full(shape, 1e30, device=DEVICE))
+    to = [None if x is None else x.to(DEVICE) for x in (problem.live, problem.bias)]
+    found = router(problem.hidden.to(DEVICE), problem.logits.to(DEVICE), to[0], to[1], out)
+    assert found.ids is out.ids
+    return Routing(out.ids.cpu(), out.weights.cpu())
+
+
+def check(router: FusedRouter, problem: Problem, policy: Policy) -> None:
+    wanted, found = policy(problem.batch, problem.stats), run(router, problem)
+    assert torch.equal(found.ids, wanted.ids)
+    # exp and sums round differently: a few units in the last place.
+    torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize(("kind", "shape", "text"), CASES, ids=str)
+def test_kernel_differs_from_the_torch_form(
+    kind: str, shape: tuple[int, int, int], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = garbage(make_problem(kind, *shape))
+    policy = parse(text)
+    wanted = policy(problem.batch, problem.stats)
+    counts = count_step(problem.batch, wanted)
+    monkeypatch.setattr(Policy, "__call__", None)  # the kernels alone may answer
+    router = router_of(problem, policy)
+    found = run(router, problem)
+    assert torch.equal(found.ids, wanted.ids)
+    torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-5, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(router.totals.cpu(), counts, rtol=1e-5, atol=1e-6)
+
+
+def test_second_step_sees_what_the_first_left_behind() -> None:
+    """Buffers, arrival counts and budget are those of one router; rows, padding and contents change."""
+    first = garbage(make_problem("softmax_renorm", 19, 16, 4))
+    policy = parse("base:budget=6")
+    router = router_of(first, policy, rows=24)
+    check(router, first, policy)
+    second = make_problem("softmax_renorm", 3, 16, 4, seed=5)
+    second = dataclasses.replace(second, stats=first.stats)
+    check(router, second, policy)
+    router.set_budget(2)
+    check(router, second, parse("base:budget=2"))
+    again = dataclasses.replace(first, live=torch.zeros(19, dtype=torch.bool))
+    assert (run(router, again).weights[torch.arange(19) != 2].nan_to_num() == 0).all()
+    check(router, first, parse("base:budget=2"))
+
+
+def test_strided_and_half_precision_inputs_are_read_as_contiguous_float32() -> None:
+    problem = make_problem("softmax_renorm", 4, 12, 3)
+    half = dataclasses.replace(
+        problem, hidden=problem.hidden.to(torch.bfloat16), logits=problem.logits.to(torch.bfloat16)
+    )
+    policy = parse("base:budget=4")
+
+    def strided(x: Tensor) -> Tensor:
+        return torch.cat([x, torch.full_like(x, 9.0)], -1)[:, : x.shape[1]]
+
+    wide = dataclasses.replace(half, hidden=strided(half.hidden), logits=strided(half.logits))
+    assert not wide.hidden.is_contiguous()
+    wanted, found = policy(half.batch, half.stats), run(router_of(half, policy), wide)
+    assert torch.equal(found.ids, wanted.ids)
+    torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_policy_without_a_kernel_does_not_name_its_piece(name: str) -> None:
+    fused = {"router_mass", "squared", "static", "base", "oea"}
+    policy = parse(EXAMPLES[name])
+    if name in fused:
+        assert lower(policy).has_budget == (name != "oea")
+        return
+    pieces = [type(piece).__name__ for piece in (policy.score, policy.select, policy.fill)]
+    with pytest.raises(NotFusedError, match=rf"^{name}.*no kernel for the .*({'|'.join(pieces)})"):
+        lower(policy)
+
+
+@pytest.mark.parametrize(
+    ("text", "piece"),
+    [
+        ("base:budget=4,fill=substitute", "fill"),
+        ("base:budget=4,fill=preserved", "fill"),
+        ("oea:k0=1,p=0.5", "RouteRank with p=0.5"),
+        ("oea:k0=1,k_max=4", "fill"),
+    ],
+)
+def test_setting_without_a_kernel_is_taken_for_one_that_has_it(text: str, piece: str) -> None:
+    with pytest.raises(NotFusedError, match=f"no kernel for the .*{piece}"):
+        lower(parse(text))
+
+
+def test_wrong_input_reaches_the_kernel() -> None:
+    problem = make_problem("softmax_renorm", 4, 12, 3)
+    router = router_of(problem, parse("base:budget=4"))
+    hidden, logits = problem.hidden.to(DEVICE), problem.logits.to(DEVICE)
+    for arguments, says in (
+        ((hidden[:, :3], logits), r"hidden has shape \(4, 3\), this layer expects \(4, 6\)"),
+        ((hidden, logits[:, :9]), r"logits has shape \(4, 9\)"),
+        ((hidden, logits, torch.ones(3, dtype=torch.bool, device=DEVICE)), "live has shape"),
+        ((hidden.T.contiguous().T, logits), "contiguous in its last dimension"),
+        ((hidden.repeat(2, 1), logits.repeat(2, 1)), "8 rows exceed max_rows=4"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            router(*arguments)
+    with pytest.raises(MissingStatisticError, match="predictor_bias"):
+        FusedRouter(parse("base:budget=4"), problem.spec, hidden=6, max_rows=4, device=DEVICE)
+    for wrong in (0, True, 2.5):
+        with pytest.raises(ValueError, match="whole number"):
+            router.set_budget(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="has no budget"):
+        router_of(problem, parse("oea:k0=1")).set_budget(3)
+    assert router(hidden[:0], logits[:0]).ids.shape == (0, 3)
