@@ -173,9 +173,36 @@ def draining_table(rows: list[Row]) -> str:
     )
 
 
-def blocks(quality: list[Row], analysis: list[Row]) -> dict[tuple[str, str], str]:
+def routing_table(rows: list[Row]) -> str:
+    """The last row of every model, policy and number of rows, and the last check."""
+    last = {(r["model"], r["policy"], r["T"]): r for r in rows if r["bench"] == "routing"}
+    cells = []
+    for r in last.values():
+        times = [r["us_native"], r["us_total"], r["us_added"], r["us_torch"], r["us_floor"]]
+        shape = [str(r[key]) for key in ("N", "K", "d", "T")]
+        cells.append([r["model"], f"`{r['policy']}`", *shape, *(f"{t:.1f}" for t in times)])
+    heads = ["model", "policy", "N", "K", "d", "T", "native router", "fused, all", "added", "torch form", "floor"]
+    check = [r for r in rows if r["bench"] == "routing_check"][-1]
+    first = next(iter(last.values()))
+    return "\n\n".join(
+        [
+            f"Microseconds a layer on one {first['gpu']}, 48 layers with inputs and statistics of their own in one "
+            "CUDA graph. The native router is our own kernel without a policy; *added* is what the policy costs on "
+            "top. The floor is an empty kernel plus the bytes that must move.",
+            table(heads, cells, left=2),
+            f"Check on the GPU: {check['steps']:,} steps of {check['cases']} of {check['all_cases']} cases (shapes, "
+            f"router kinds, policies), {check['steps_with_other_ids']} with other ids than the torch form, weights "
+            f"within {check['largest_weight_error']:.0e}; {check['replays']:,} replays of a graph, "
+            f"{check['replays_with_other_ids']} with other ids than the first.",
+            origin(first, "routing.jsonl"),
+        ]
+    )
+
+
+def blocks(quality: list[Row], analysis: list[Row], routing: list[Row]) -> dict[tuple[str, str], str]:
     """(page, place) -> text."""
     return {
+        ("docs/kernels.md", "routing-table"): routing_table(routing),
         ("docs/comparison.md", "methods-table"): methods_table(quality),
         ("docs/analyses.md", "geometry-table"): geometry_table(analysis),
         ("docs/analyses.md", "selection-table"): study_table(analysis, "selection", SELECTION),

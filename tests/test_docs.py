@@ -69,7 +69,8 @@ def test_relative_links_of_the_readme_exist() -> None:
 def test_tables_say_what_the_rows_say() -> None:
     """`scripts/update_tables.py` was run after the last benchmark row was added."""
     script = runpy.run_path(str(ROOT / "scripts/update_tables.py"))
-    for (page, name), text in script["blocks"](script["rows_of"]("quality"), script["rows_of"]("analysis")).items():
+    rows = (script["rows_of"](name) for name in ("quality", "analysis", "routing"))
+    for (page, name), text in script["blocks"](*rows).items():
         assert text in (ROOT / page).read_text(encoding="utf-8"), name
     quality = script["quality_table"](script["newest"](script["rows_of"]("quality")))
     assert quality in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -63,7 +63,7 @@ def best_sums(total, candidate, most, NP: tl.constexpr):
 def close_groups(
     choice, N, NP: tl.constexpr, GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr, GP: tl.constexpr
 ):
-    """-inf for experts outside the OPEN best of GROUPS equal groups; its best value, or two best, speak for a group."""
+    """-inf outside the OPEN best of GROUPS equal groups; a group counts by its best value, or the sum of two."""
     expert, group = tl.arange(0, NP), tl.arange(0, GP)
     inside = (expert // (N // GROUPS))[None, :] == group[:, None]  # [GP, NP]
     values = tl.where(inside, choice[None, :], -float("inf"))
