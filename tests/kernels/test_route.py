@@ -13,7 +13,7 @@ from moebudget.kernels import FusedRouter, NotFusedError, lower
 from moebudget.policy import Policy
 from moebudget.presets import EXAMPLES, parse
 from moebudget.runtime import count_step
-from moebudget.types import MissingStatisticError, Routing
+from moebudget.types import LayerStats, MissingStatisticError, Routing
 from tests.conftest import KINDS, Problem, make_problem
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -89,6 +89,32 @@ def test_kernel_differs_from_the_torch_form(
     assert torch.equal(found.ids, wanted.ids)
     torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-5, atol=1e-6, equal_nan=True)
     torch.testing.assert_close(router.totals.cpu(), counts, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "text"),
+    [
+        ("sigmoid_bias", (2, 300, 16), "base:budget=40"),
+        ("softmax", (2, 512, 3), "squared:budget=4"),
+        ("softmax_renorm", (130, 8, 1), "router_mass:budget=3"),
+    ],
+    ids=str,
+)
+def test_largest_sizes_differ_from_the_torch_form(kind: str, shape: tuple[int, int, int], text: str) -> None:
+    problem, policy = make_problem(kind, *shape), parse(text)
+    check(router_of(problem, policy), problem, policy)
+
+
+def test_hidden_size_of_several_blocks_loses_its_tail() -> None:
+    """2,500 inputs are read as a block of 2,048 and a part of one; the tail alone decides here."""
+    problem, d, g = make_problem("softmax_renorm", 4, 12, 3), 2500, torch.Generator().manual_seed(0)
+    hidden, slope = torch.zeros(4, d), torch.zeros(12, d)
+    hidden[:, 2300:], slope[:, 2300:] = torch.randn(4, 200, generator=g), 2 * torch.randn(12, 200, generator=g)
+    stats = LayerStats({**problem.stats, "predictor_weight": slope})
+    wide, policy = dataclasses.replace(problem, hidden=hidden, stats=stats), parse("base:budget=4")
+    check(router_of(wide, policy), wide, policy)
+    flat = dataclasses.replace(wide, stats=LayerStats({**stats, "predictor_weight": torch.zeros(12, d)}))
+    assert not torch.equal(policy.active(flat.batch, flat.stats).mask, policy.active(wide.batch, stats).mask)
 
 
 def test_second_step_sees_what_the_first_left_behind() -> None:

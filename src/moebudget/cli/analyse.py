@@ -69,6 +69,7 @@ def analyse_command(
     if left_out and not study:
         Console(stderr=True).print(f"left out, for want of statistics or items: {', '.join(left_out)}")
     for name in chosen:
+        Console(stderr=True).print(f"study {name}")
         rows += run_study(name, setting)
     stamped = [{**row, **provenance.stamp(device)} for row in rows]
     for table in tables(rows):
