@@ -39,9 +39,10 @@ def test_number_with_a_fraction_is_not_found_between_grid_points() -> None:
 
 
 def test_falling_count_is_searched_the_wrong_way() -> None:
-    name, count = match([Family("lynx_lat:drop={}", 0, 12, whole=True)], 4.0, 0.6)
-    assert abs(count - 4) <= 0.6
-    assert name.startswith("lynx_lat:drop=")
+    """One lies left of the middle between the first two points of the grid, and only it fetches that many."""
+    family = Family("lynx_lat:drop={}", 0, 48, whole=True)
+    assert family.grid()[:2] == [0.0, 6.0]
+    assert match([family], fetched("lynx_lat:drop=1"), 0.1)[0] == "lynx_lat:drop=1"
 
 
 def test_setting_out_of_reach_is_not_the_closest_one() -> None:

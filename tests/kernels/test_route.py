@@ -105,6 +105,14 @@ def test_largest_sizes_differ_from_the_torch_form(kind: str, shape: tuple[int, i
     check(router_of(problem, policy), problem, policy)
 
 
+def test_equal_sums_keep_other_than_the_lowest_experts() -> None:
+    problem = make_problem("softmax_renorm", 3, 12, 4)
+    equal, policy = dataclasses.replace(problem, logits=torch.ones(3, 12)), parse("squared:budget=2")
+    found = run(router_of(equal, policy), equal)
+    assert found.ids.unique().tolist() == [0, 1]
+    check(router_of(equal, policy), equal, policy)
+
+
 def test_hidden_size_of_several_blocks_loses_its_tail() -> None:
     """2,500 inputs are read as a block of 2,048 and a part of one; the tail alone decides here."""
     problem, d, g = make_problem("softmax_renorm", 4, 12, 3), 2500, torch.Generator().manual_seed(0)
