@@ -72,10 +72,11 @@ def _power(n: int) -> int:
 class FusedRouter:
     """One layer's router and policy in two launches: `router(hidden, logits, live)` -> Routing.
 
-    Takes the router's logits and computes the model's own routes itself; ids are those of the torch form (but
-    for sums that tie up to the rounding of a weight), weights to float32 rounding. All buffers are made here, for up to `max_rows` rows: a call allocates nothing when
-    `out` is given, reads nothing on the host and can be captured in a CUDA graph. `budget` (device, int32) and `live`
-    may change between replays. Raises NotFusedError for what has no kernel, ValueError for wrong shapes.
+    Takes the router's logits and computes the model's own routes itself; ids are those of the torch form, but for sums
+    that tie up to the rounding of a weight, weights to float32 rounding. All buffers are made here, for up to
+    `max_rows` rows: a call allocates nothing when `out` is given, reads nothing on the host and can be captured in a
+    CUDA graph. `budget` (device, int32) and `live` may change between replays. Raises NotFusedError for what has no
+    kernel, ValueError for wrong shapes.
     """
 
     def __init__(
