@@ -98,7 +98,7 @@ class LayerSet:
             found["nonlinear_features"] = self.nonlinear.features
         for one in self.pairs:
             found |= one.finish()
-        return {name: tensor.cpu() for name, tensor in found.items()}
+        return {name: (t if name in EXACT else t.float()).cpu() for name, t in found.items()}
 
 
 @torch.no_grad()
@@ -150,7 +150,7 @@ def calibrate(
         sums = _collect(model, corpus.fit, facts, positions, rows, device, console, needs)
         for position in positions:
             finished = sums.pop(position).finish(list(alphas))
-            found |= {f"{position}.{name}": t if name in EXACT else t.float() for name, t in finished.items()}
+            found |= {f"{position}.{name}": tensor for name, tensor in finished.items()}
         if resume is not None:
             partial = resume.with_name(resume.name + ".partial")
             save_file(found, partial, metadata={"key": json.dumps(key)})
@@ -165,7 +165,6 @@ def calibrate(
         "documents": corpus.documents,
         "tokens": corpus.fit.tokens,
         "held_out_tokens": corpus.held_out.tokens,
-        "statistics": sorted(tensors),
     }
     settings = (budget, batch, device, console)
     if needs & PREDICTOR:
