@@ -13,14 +13,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 from moebudget import provenance
-from moebudget.bench.routing import SHAPES, run_routing
+from moebudget.bench.routing import POLICIES, ROWS, SHAPES, run_routing
 
 
 def main() -> None:
     ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     ap.add_argument("--model", nargs="*", default=list(SHAPES))
-    ap.add_argument("--rows", nargs="*", type=int, default=[1, 8, 16, 32, 64, 128])
-    ap.add_argument("--policy", nargs="*", default=["base:budget={M}"])
+    ap.add_argument("--rows", nargs="*", type=int, default=ROWS)
+    ap.add_argument("--policy", nargs="*", default=POLICIES)
     ap.add_argument("--compiled", nargs="*", type=int, default=[])
     ap.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/routing.jsonl")
     a = ap.parse_args()
@@ -28,14 +28,7 @@ def main() -> None:
     provenance.append_rows(a.results, rows)
     for r in rows:
         print(
-            r["model"],
-            r["policy"],
-            r["T"],
-            r["us_native"],
-            r["us_total"],
-            r["us_added"],
-            r["us_torch"],
-            r["us_compiled"],
+            *(r[k] for k in ("model", "policy", "T", "us_native", "us_total", "us_added", "us_torch", "us_compiled"))
         )
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from moebudget.evaluate.report import pm
+
 Row = dict[str, Any]
-
-
-def with_half(value: float, half: float | None, digits: int) -> str:
-    return f"{value:.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
 
 
 def table(heads: list[str], rows: list[list[str]], left: int = 1) -> str:
@@ -33,11 +31,11 @@ def above(row: Row) -> float:
 
 
 def loss(row: Row) -> str:
-    return with_half(above(row), row["nll_delta_ci95"], 3)
+    return pm(above(row), row["nll_delta_ci95"], 3)
 
 
 def tasks(row: Row) -> str:
-    return with_half(row["task_avg"], row["task_ci95"], 1)
+    return pm(row["task_avg"], row["task_ci95"], 1)
 
 
 def methods_table(rows: list[Row]) -> str:
@@ -58,7 +56,7 @@ def methods_table(rows: list[Row]) -> str:
         for r in sorted((r for r in rows if r["target"] == target), key=lambda r: (not r["matched"], above(r))):
             count = f"{r['fetched']:.1f}" if r["matched"] else f"**{r['fetched']:.1f}**"
             cells.append([r["method"], f"`{r['policy']}`", count, loss(r)])
-            cells[-1] += [with_half(r["agreement"], r["agreement_ci95"], 1), f"{r['retained_energy']:.3f}"]
+            cells[-1] += [pm(r["agreement"], r["agreement_ci95"], 1), f"{r['retained_energy']:.3f}"]
             cells[-1] += [f"{r['task_fetched']:.1f}", tasks(r)]
         lines += ["", f"### About {target} experts", ""]
         lines.append(table([*heads, "experts on tasks", "tasks, %"], cells, left=2))
@@ -127,7 +125,7 @@ def study_table(rows: list[Row], bench: str, published: dict[str, str] | None = 
     cells = []
     for r in rows:
         cells.append([r["policy"], f"{r['fetched']:.2f}", f"{100 * r['retained_energy']:.1f} %"])
-        cells[-1] += [with_half(r["agreement"], r["agreement_ci95"], 1), loss(r), f"{r['task_fetched']:.2f}", tasks(r)]
+        cells[-1] += [pm(r["agreement"], r["agreement_ci95"], 1), loss(r), f"{r['task_fetched']:.2f}", tasks(r)]
         cells[-1] += [published.get(r["policy"], "")] if published else []
     return "\n\n".join(
         [table([*heads, *(["published"] if published else [])], cells), origin(rows[0], "analysis.jsonl")]

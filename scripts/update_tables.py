@@ -16,11 +16,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]
-from study_tables import blocks, last_run, with_half
+from study_tables import blocks, last_run
 
 from moebudget.analyse.show import plot_studies
 from moebudget.demo.run import NAME
 from moebudget.evaluate.plot import plot_quality
+from moebudget.evaluate.report import pm
 
 RESULTS = ROOT / "benchmarks/results"
 LABELS = {
@@ -40,9 +41,8 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 
 
 def newest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of the embedded model's last run: those that share the stamp of its last row."""
-    rows = [r for r in of_model(rows, NAME) if r["bench"] == "quality"]
-    return [r for r in rows if (r["date"], r["command"]) == (rows[-1]["date"], rows[-1]["command"])]
+    """The rows of the embedded model's last run."""
+    return last_run(of_model(rows, NAME), "quality")
 
 
 def of_model(rows: list[dict[str, Any]], model: str) -> list[dict[str, Any]]:
@@ -84,15 +84,11 @@ def quality_table(rows: list[dict[str, Any]]) -> str:
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for r in rows:
-        loss = (
-            "0 (loss " + f"{r['nll']:.3f})"
-            if r is dense
-            else with_half(r["nll"] - r["dense_nll"], r["nll_delta_ci95"], 3)
-        )
+        loss = "0 (loss " + f"{r['nll']:.3f})" if r is dense else pm(r["nll"] - r["dense_nll"], r["nll_delta_ci95"], 3)
         cells = [LABELS[r["policy"].partition(":")[0]], f"`{r['policy']}`", f"{r['fetched']:.1f}"]
         cells += [f"{r['expert_mb_a_step']:.1f}", loss, f"{r['agreement']:.1f}", f"{r['retained_energy']:.3f}"]
         cells.append(f"{r['task_fetched']:.1f}")
-        cells.append(with_half(r["task_avg"], r["task_ci95"], 1))
+        cells.append(pm(r["task_avg"], r["task_ci95"], 1))
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", reading({r["policy"]: r for r in rows})]
     lines += [

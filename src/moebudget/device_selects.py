@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from moebudget.select import Select, demand, first_routes, native_union, rank
+from moebudget.select import Select, demand, first_routes, largest_first, native_union, rank
 from moebudget.types import Active, LayerStats, RouterBatch
 
 
@@ -109,7 +109,7 @@ class CostInvariant:
         load = (mask * cost) @ same  # [N] load of the expert's device
         most = load.amax(-1, keepdim=True)
         rest = native_union(batch) & ~mask
-        order = total.masked_fill(~rest, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+        order = largest_first(total, rest).indices
         for i in range(total.shape[-1]):
             expert = order[..., i : i + 1]
             price = cost.expand_as(load).gather(-1, expert)

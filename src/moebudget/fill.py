@@ -40,6 +40,16 @@ def _lone_expert(active: Active, batch: RouterBatch) -> Tensor:
     return torch.where(_inside(active, batch), batch.probs.nan_to_num(0.0), -1.0).argmax(-1)
 
 
+def widen(ids: Tensor, weights: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+    """[..., K] -> [..., slots], at least K: more slots, unused, that repeat the first id; a row with NaN stays NaN."""
+    more = slots - ids.shape[-1]
+    if more <= 0:
+        return ids, weights
+    shape = (*ids.shape[:-1], more)
+    empty = torch.where(weights[..., :1].isnan(), weights[..., :1], 0.0)
+    return torch.cat([ids, ids[..., :1].expand(shape)], -1), torch.cat([weights, empty.expand(shape)], -1)
+
+
 def _finish(
     ids: Tensor,
     weights: Tensor,
@@ -64,12 +74,7 @@ def _finish(
     if denominator == "preserved" or (denominator == "executed" and batch.renormalize):
         executed = weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
         weights = weights * (batch.weights.sum(-1, keepdim=True) / executed)
-    own_ids, own_weights = batch.ids, batch.weights
-    more = ids.shape[-1] - own_ids.shape[-1]
-    if more > 0:
-        own_ids = torch.cat([own_ids, own_ids[..., :1].expand(*own_ids.shape[:-1], more)], -1)
-        empty_weight = torch.where(own_weights[..., :1].isnan(), own_weights[..., :1], 0.0)
-        own_weights = torch.cat([own_weights, empty_weight.expand(*own_ids.shape[:-1], more)], -1)
+    own_ids, own_weights = widen(batch.ids, batch.weights, ids.shape[-1])
     ids, weights = torch.where(unchanged, own_ids, ids), torch.where(unchanged, own_weights, weights)
     votes = batch.live[..., None]
     executed = torch.zeros_like(batch.probs, dtype=torch.bool).scatter(-1, ids, votes.expand_as(ids)).any(-2)

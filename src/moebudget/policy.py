@@ -47,20 +47,26 @@ class Policy:
     def budget(self) -> int | Tensor | None:
         return self.select.budget if isinstance(self.select, TopBudget) else None
 
+    def checked_budget(self, budget: int | Tensor) -> int | Tensor:
+        """The budget itself; ValueError if the policy has none to change or it is no whole number of at least 1."""
+        if self.budget is None:
+            raise ValueError(
+                f"policy {self.name!r} has no budget to change; policies with one: base, static, squared, ..."
+            )
+        if isinstance(budget, Tensor):
+            return budget
+        if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
+            raise ValueError(f"budget={budget!r} must be a whole number of at least 1")
+        return budget
+
     def with_budget(self, budget: int | Tensor) -> Policy:
         """The same policy with another budget; a tensor makes the budget a device value.
 
         Raises ValueError below 1 or for a policy without a budget.
         """
-        if not isinstance(self.select, TopBudget):
-            raise ValueError(
-                f"policy {self.name!r} has no budget to change; policies with one: base, static, squared, ..."
-            )
-        name = self.name
-        if not isinstance(budget, Tensor):
-            if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
-                raise ValueError(f"budget={budget!r} must be a whole number of at least 1")
-            name = re.sub(r"\bbudget=\d+", f"budget={budget}", name)
+        budget = self.checked_budget(budget)
+        assert isinstance(self.select, TopBudget)
+        name = self.name if isinstance(budget, Tensor) else re.sub(r"\bbudget=\d+", f"budget={budget}", self.name)
         return dataclasses.replace(self, select=dataclasses.replace(self.select, budget=budget), name=name)
 
     def __str__(self) -> str:

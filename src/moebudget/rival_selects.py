@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moebudget.score import Score
-from moebudget.select import demand, first_routes, native_union, rank
+from moebudget.select import demand, first_routes, largest_first, native_union, rank
 from moebudget.types import Active, LayerStats, RouterBatch
 
 
@@ -55,11 +55,11 @@ class RetainedShare:
 
     def __call__(self, scores: Tensor, batch: RouterBatch, stats: LayerStats) -> Active:  # noqa: ARG002
         total, candidate = demand(scores, batch)
-        order = total.masked_fill(~candidate, -torch.inf).sort(dim=-1, descending=True, stable=True)
-        sums = order.values.clamp_min(0).cumsum(-1)
+        if self.share >= 1:
+            return Active(candidate)
+        sums = largest_first(total, candidate).values.clamp_min(0).cumsum(-1)
         size = (sums < self.share * sums[..., -1:]).sum(-1, keepdim=True) + 1
-        keep_all = torch.full_like(size, total.shape[-1])
-        return Active(candidate & (rank(total, candidate) < (keep_all if self.share >= 1 else size)))
+        return Active(candidate & (rank(total, candidate) < size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,8 +138,6 @@ class LayerRouter:
 
     def set_budget(self, budget: int) -> None:
         """Change the budget from the next step on. Raises ValueError below 1 or for a policy without a budget."""
-        if self.budget is None:
-            raise ValueError(f"policy {self.policy.name!r} has no budget to change")
-        if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
-            raise ValueError(f"budget={budget!r} must be a whole number of at least 1")
-        self.budget.fill_(budget)
+        checked = self.policy.checked_budget(budget)
+        assert self.budget is not None  # the policy has one
+        self.budget.fill_(checked)

@@ -34,9 +34,14 @@ def demand(scores: Tensor, batch: RouterBatch) -> tuple[Tensor, Tensor]:
     return total, native_union(batch) | (total > 0)
 
 
+def largest_first(total: Tensor, candidate: Tensor) -> torch.return_types.sort:
+    """Totals [N] and their indices, largest first, ties to the lower index; no candidates come last, as -inf."""
+    return total.masked_fill(~candidate, -torch.inf).sort(dim=-1, descending=True, stable=True)
+
+
 def rank(total: Tensor, candidate: Tensor) -> Tensor:
     """[N] int64: 0 for the candidate with the largest total, ties to the lower index; others come after all."""
-    order = total.masked_fill(~candidate, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    order = largest_first(total, candidate).indices
     position = torch.arange(total.shape[-1], device=total.device).expand_as(order)
     return torch.zeros_like(order).scatter(-1, order, position)
 

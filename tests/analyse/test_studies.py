@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from moebudget.analyse import NEEDS, STUDIES, Setting, run_study
+from moebudget.analyse import STUDIES, Setting, run_study
 from moebudget.analyse.show import plot_studies, tables
+from moebudget.analyse.studies import NEEDS
 from moebudget.calibrate.run import KNOWN
 from moebudget.demo.tasks import TaskItem
 from tests.calibrate import reference

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 
 import pytest
 import torch
 from torch import Tensor
 
+import moebudget.kernels
 from moebudget.kernels import FusedRouter, NotFusedError, lower
 from moebudget.policy import Policy
 from moebudget.presets import EXAMPLES, parse
@@ -182,6 +184,14 @@ def test_policy_without_a_kernel_does_not_name_its_piece(name: str) -> None:
 def test_setting_without_a_kernel_is_taken_for_one_that_has_it(text: str, piece: str) -> None:
     with pytest.raises(NotFusedError, match=f"no kernel for the .*{piece}"):
         lower(parse(text))
+
+
+def test_missing_triton_is_not_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(moebudget.kernels, "route", raising=False)
+    monkeypatch.setitem(sys.modules, "moebudget.kernels.route", None)
+    problem = make_problem("softmax_renorm", 4, 12, 3)
+    with pytest.raises(ImportError, match=r"need Triton: pip install 'moebudget\[kernels\]'"):
+        router_of(problem, parse("base:budget=4"))
 
 
 def test_wrong_input_reaches_the_kernel() -> None:

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from moebudget.analyse.geometry import Geometry, geometry
-from moebudget.analyse.studies import NEEDS, STUDIES, Setting, run_study
+from moebudget.analyse.studies import STUDIES, Setting, can_run, require_study, run_study
 
-__all__ = ["NEEDS", "STUDIES", "Geometry", "Setting", "geometry", "run_study"]
+__all__ = ["STUDIES", "Geometry", "Setting", "can_run", "geometry", "require_study", "run_study"]

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from moebudget.analyse.geometry import COSINE_BINS
+from moebudget.evaluate.report import pm
 
 Row = dict[str, Any]
 COLUMNS: dict[str, tuple[tuple[str, str, int], ...]] = {
@@ -44,9 +45,9 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         for row in mine:
             cells = [row["policy"], *(_cell(row[name], digits) for name, _, digits in columns)]
             if with_loss:
-                cells.append(_plus_minus(row["nll"] - row["dense_nll"], row["nll_delta_ci95"], 3))
+                cells.append(pm(row["nll"] - row["dense_nll"], row["nll_delta_ci95"], 3))
             if with_tasks:
-                cells.append(_plus_minus(row["task_avg"], row["task_ci95"], 1))
+                cells.append(pm(row["task_avg"], row["task_ci95"], 1))
             table.add_row(*cells)
         found.append(table)
     return found
@@ -54,10 +55,6 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 def _cell(value: Any, digits: int) -> str:
     return value if isinstance(value, str) else f"{value:.{digits}f}"
-
-
-def _plus_minus(value: float, half: float | None, digits: int) -> str:
-    return f"{value:.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
 
 
 def _geometry(row: Row) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from moebudget.score import (
     TrueEnergy,
 )
 from moebudget.select import Voted
-from moebudget.stats import Stats
+from moebudget.stats import Stats, require_stats
 
 BATCHES = (8, 16, 32, 64, 128)
 
@@ -115,8 +115,6 @@ def study_draining(s: Setting) -> list[dict[str, Any]]:
     Rules that fetch a union starve when a batch drains to one row; a fixed budget of K or more becomes exact. BASE
     runs at the budget of the other studies and at what OEA with k0 = 1 and 2 fetches on these items when constant.
     """
-    if not s.items or s.tokenizer is None:
-        raise ValueError("the draining study answers task items: give some (--tasks items.jsonl)")
     unions = [parse(p) for p in ("topk:k=1", "oea:k0=1", "oea:k0=2", "sere:s=1")]
     first = _answers(s, unions, refill=True)
     same = {max(1, round(r.counters.fetched)) for r in first[1:3]} | {s.budget}
@@ -143,7 +141,8 @@ def study_draining(s: Setting) -> list[dict[str, Any]]:
 
 
 def _answers(s: Setting, policies: Sequence[Policy], refill: bool) -> list[TaskResult]:
-    assert s.tokenizer is not None
+    if s.tokenizer is None:
+        raise ValueError("task items need the model's tokenizer")
     return evaluate_tasks(
         s.model, policies, s.stats, s.items, s.tokenizer, batch=s.batch, start_id=s.start_id, refill=refill,
         quiet=s.quiet,
@@ -166,8 +165,21 @@ NEEDS: dict[str, frozenset[str]] = {
 }
 
 
-def run_study(name: str, setting: Setting) -> list[dict[str, Any]]:
-    """The rows of one of STUDIES. Raises ValueError for an unknown name."""
+def can_run(name: str, statistics: Collection[str], items: bool) -> bool:
+    """Whether a study's statistics, and for draining its task items, are there."""
+    return NEEDS[name] <= set(statistics) and (items or name != "draining")
+
+
+def require_study(name: str, statistics: Collection[str], items: bool) -> None:
+    """Raise ValueError or MissingStatisticError, with the way out, unless the study is known and can run."""
     if name not in STUDIES:
         raise ValueError(f"unknown study {name!r}; known: {', '.join(STUDIES)}")
+    require_stats(f"study {name}", NEEDS[name] - set(statistics), None)
+    if not can_run(name, statistics, items):
+        raise ValueError(f"the {name} study answers task items: give --tasks items.jsonl")
+
+
+def run_study(name: str, setting: Setting) -> list[dict[str, Any]]:
+    """The rows of one of STUDIES. Raises what `require_study` does."""
+    require_study(name, setting.stats.tensors, bool(setting.items))
     return STUDIES[name](setting)

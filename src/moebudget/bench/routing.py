@@ -17,6 +17,7 @@ from moebudget.presets import parse
 from moebudget.router import RouterSpec
 from moebudget.types import LayerStats, Routing
 
+ROWS, POLICIES = (1, 8, 16, 32, 64, 128), ("base:budget={M}",)  # what is timed unless told otherwise
 LAYERS = 48  # calls in one graph, each with its own inputs and statistics, as in a model
 REPLAYS = 40
 
@@ -125,8 +126,6 @@ def measure(
     time of an empty kernel plus the bytes of logits, hidden states, routed predictor rows and outputs at the measured
     copy bandwidth. Raises AssertionError if the kernel's ids are not those of the torch form.
     """
-    from moebudget.kernels import route
-
     spec = shape.spec
     inputs = make_inputs(shape, rows, device, layers, torch.bfloat16)
     fused = [FusedRouter(policy, spec, x.stats, hidden=shape.hidden, max_rows=rows, device=device) for x in inputs]
@@ -136,7 +135,7 @@ def measure(
     router = fused[0].router
 
     def native(x: Inputs, out: Routing, f: FusedRouter) -> None:
-        route.native_rows[(rows,)](
+        f.kernels.native_rows[(rows,)](
             x.logits, x.logits if x.bias is None else x.bias, out.ids, out.weights, x.logits.stride(0),
             spec.num_experts, HAS_BIAS=x.bias is not None, num_warps=f.warps, **router,
         )  # fmt: skip
@@ -189,8 +188,8 @@ def bandwidth(device: str) -> float:
 
 def run_routing(
     models: Sequence[str],
-    rows: Sequence[int],
-    policies: Sequence[str],
+    rows: Sequence[int] = ROWS,
+    policies: Sequence[str] = POLICIES,
     device: str = "cuda",
     compiled: Sequence[int] = (),
 ) -> list[dict[str, Any]]:

@@ -35,35 +35,26 @@ def analyse_command(
 ) -> None:
     """What removal costs rest on, on your model: geometry of expert outputs, ablations, batch size, draining."""
     from moebudget import provenance
-    from moebudget.analyse import NEEDS, STUDIES, Setting, run_study
+    from moebudget.analyse import STUDIES, Setting, can_run, require_study, run_study
     from moebudget.analyse.show import plot_studies, tables
-    from moebudget.calibrate.data import pack, tokenize
     from moebudget.demo.tasks import load_items
-    from moebudget.evaluate.report import load_windows
+    from moebudget.evaluate.report import read_windows
     from moebudget.integrations.loading import default_device, default_dtype, load_model, vocabulary
     from moebudget.integrations.transformers import facts_of
-    from moebudget.stats import Stats, load_stats, require_stats
+    from moebudget.stats import Stats, load_stats
 
     known = None if stats is None else load_stats(stats)
     items = [] if tasks is None else load_items(tasks)
     have = set() if known is None else set(known.tensors)
     for name in study or []:
-        if name not in STUDIES:
-            raise ValueError(f"unknown study {name!r}; known: {', '.join(STUDIES)}")
-        if NEEDS[name] - have:
-            require_stats(f"study {name}", NEEDS[name] - have, None)
-        if name == "draining" and not items:
-            raise ValueError("the draining study answers task items: give --tasks items.jsonl")
-    chosen = study or [n for n in STUDIES if not NEEDS[n] - have and (items or n != "draining")]
+        require_study(name, have, bool(items))
+    chosen = study or [name for name in STUDIES if can_run(name, have, bool(items))]
     device = default_device() if device is None else device
     dtype = default_dtype(device) if dtype is None else dtype
     loaded, tokenizer = load_model(model, device=device, dtype=dtype, stats=known)
-    documents, _ = tokenize(data, tokenizer, vocabulary(loaded), max_tokens=4 * windows * (length + 1), min_document=2)
-    packed = pack(documents, length + 1, tokenizer.eos_token_id)
-    setting = Setting(
-        loaded, model, Stats(facts_of(loaded), {}) if known is None else known,
-        load_windows(packed.ids, packed.mask, windows), items, tokenizer, tokenizer.bos_token_id, batch, budget,
-    )  # fmt: skip
+    text = read_windows(data, tokenizer, vocabulary(loaded), length, windows, tokenizer.eos_token_id)
+    known = Stats(facts_of(loaded), {}) if known is None else known
+    setting = Setting(loaded, model, known, text, items, tokenizer, tokenizer.bos_token_id, batch, budget)
     console, rows = Console(width=max(100, Console().width)), list[dict[str, Any]]()
     left_out = [name for name in STUDIES if name not in chosen]
     if left_out and not study:

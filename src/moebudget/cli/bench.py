@@ -38,11 +38,9 @@ def routing(
 ) -> None:
     """What a policy adds to a layer's router: fused kernels against the torch form, in CUDA graphs."""
     from moebudget import provenance
-    from moebudget.bench.routing import SHAPES, run_routing
+    from moebudget.bench.routing import POLICIES, ROWS, SHAPES, run_routing
 
-    found = run_routing(
-        model or list(SHAPES), rows or [1, 8, 16, 32, 64, 128], policy or ["base:budget={M}"], device, compiled or ()
-    )
+    found = run_routing(model or list(SHAPES), rows or ROWS, policy or POLICIES, device, compiled or ())
     table = Table(title=f"microseconds a layer on {found[0]['gpu']}")
     for name in ("model", "policy", "T", "native", "fused", "added", "torch form", "torch.compile", "floor"):
         table.add_column(name, justify="left" if name in ("model", "policy") else "right", no_wrap=True)

@@ -38,9 +38,8 @@ def eval_command(
 ) -> None:
     """Loss, agreement, task accuracy and fetched experts of policies in decode mode, on the same batches."""
     from moebudget import provenance
-    from moebudget.calibrate.data import pack, tokenize
     from moebudget.demo.tasks import load_items
-    from moebudget.evaluate.report import evaluate, load_windows, quality_table
+    from moebudget.evaluate.report import evaluate, quality_table, read_windows
     from moebudget.integrations.loading import default_device, default_dtype, load_model, vocabulary
     from moebudget.integrations.transformers import place_experts
     from moebudget.presets import parse
@@ -57,14 +56,12 @@ def eval_command(
     loaded, tokenizer = load_model(model, device=device, dtype=dtype, stats=known)
     if devices is not None:
         known = place_experts(loaded, known, devices)
-    need = windows * (length + 1)
-    documents, _ = tokenize(data, tokenizer, vocabulary(loaded), max_tokens=4 * need, min_document=2)
-    packed = pack(documents, length + 1, tokenizer.eos_token_id)
+    text = read_windows(data, tokenizer, vocabulary(loaded), length, windows, tokenizer.eos_token_id)
     rows = evaluate(
         loaded,
         parsed,
         known,
-        load_windows(packed.ids, packed.mask, windows),
+        text,
         items=items,
         tokenizer=tokenizer,
         start_id=tokenizer.bos_token_id,

@@ -10,7 +10,7 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
-from moebudget.calibrate.data import TokenizerLike
+from moebudget.calibrate.data import TokenizerLike, pack, tokenize
 from moebudget.evaluate.retained import retained_energy
 from moebudget.evaluate.tasks import Item, TaskResult, evaluate_tasks
 from moebudget.evaluate.text import TextResult, evaluate_text
@@ -154,9 +154,9 @@ def _quality(
     )
 
 
-def pm(value: float, half: float, digits: int) -> str:
-    """`value ± half`; the interval is left out where there is none."""
-    known = half == half
+def pm(value: float, half: float | None, digits: int) -> str:
+    """`value ± half`; the interval is left out where there is none (NaN, or None as rows have it)."""
+    known = half is not None and half == half
     return f"{value:.{digits}f}" + (f" ± {half:.{digits}f}" if known else "")
 
 
@@ -180,6 +180,18 @@ def quality_table(rows: Sequence[Quality], title: str) -> Table:
             cells.append(pm(r.task_avg, r.task_half, 1))
         table.add_row(*cells)
     return table
+
+
+def read_windows(
+    data: str, tokenizer: TokenizerLike, entries: int, length: int, limit: int, end_id: int | None
+) -> Tensor:
+    """At most `limit` windows [n, length + 1] of a text that calibration can read, mixed as by `load_windows`.
+
+    Reads no more than four times the tokens that they need.
+    """
+    documents, _ = tokenize(data, tokenizer, entries, max_tokens=4 * limit * (length + 1), min_document=2)
+    packed = pack(documents, length + 1, end_id)
+    return load_windows(packed.ids, packed.mask, limit)
 
 
 def load_windows(ids: Tensor, mask: Tensor, limit: int | None = None) -> Tensor:

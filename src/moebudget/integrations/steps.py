@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moebudget.fill import widen
 from moebudget.integrations.families import MoeLayer
 from moebudget.runtime import LayerRouter
 
@@ -35,9 +36,9 @@ def route_steps(
     )
     routing = router(batch)
     wide = routing.ids.shape[-1]
-    ids, weights = _widen(ids, weights, wide)
-    own_ids, own_weights = _widen(own_ids, own_weights, wide)
-    before_ids, before_weights = _widen(batch.ids, batch.weights, wide)
+    ids, weights = widen(ids, weights, wide)
+    own_ids, own_weights = widen(own_ids, own_weights, wide)
+    before_ids, before_weights = widen(batch.ids, batch.weights, wide)
     same = (routing.ids == before_ids) & (routing.weights == before_weights)
     same = (same & batch.live[..., None]).all(-1, keepdim=True)
     new_ids = torch.where(same, own_ids, routing.ids.to(ids.dtype)).flatten(0, 1)
@@ -47,15 +48,6 @@ def route_steps(
     out_ids = torch.cat([ids, ids[:1]]).index_copy(0, target, new_ids)[:padding]
     out_weights = torch.cat([weights, weights[:1]]).index_copy(0, target, new_weights)[:padding]
     return out_ids, out_weights
-
-
-def _widen(ids: Tensor, weights: Tensor, slots: int) -> tuple[Tensor, Tensor]:
-    """[..., K] -> [..., slots]: more slots, unused, that repeat the first id."""
-    more = slots - ids.shape[-1]
-    if more <= 0:
-        return ids, weights
-    shape = (*ids.shape[:-1], more)
-    return torch.cat([ids, ids[..., :1].expand(shape)], -1), torch.cat([weights, weights.new_zeros(shape)], -1)
 
 
 def prefill_rows(rows: int, steps: Tensor | None, device: torch.device) -> Tensor:
@@ -71,6 +63,6 @@ def prefill_rows(rows: int, steps: Tensor | None, device: torch.device) -> Tenso
 def merge_rows(routes: tuple[Tensor, Tensor], decoded: tuple[Tensor, Tensor], steps: Tensor) -> tuple[Tensor, Tensor]:
     """Ids and weights [T, K]: those of `decoded` in the rows that a decode step names, of `routes` elsewhere."""
     slots = max(routes[0].shape[-1], decoded[0].shape[-1])
-    routes, decoded = _widen(*routes, slots), _widen(*decoded, slots)
+    routes, decoded = widen(*routes, slots), widen(*decoded, slots)
     decoding = prefill_rows(len(routes[0]), steps, steps.device)[0, :, None] < 0
     return torch.where(decoding, decoded[0], routes[0]), torch.where(decoding, decoded[1], routes[1])

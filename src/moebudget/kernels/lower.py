@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -16,11 +16,12 @@ from moebudget.score import PredictedEnergy, RouteRank, RouterMass, SquaredWeigh
 from moebudget.select import TopBudget, Voted
 from moebudget.types import NO_STATS, LayerStats, Routing
 
-RULES = {PredictedEnergy: 0, SquaredWeight: 1, StaticEnergy: 2, RouterMass: 3, RouteRank: 4}
+RULES: dict[type, str] = {  # names in `route`
+    PredictedEnergy: "BASE", SquaredWeight: "SQUARED", StaticEnergy: "STATIC", RouterMass: "MASS", RouteRank: "RANK",
+}  # fmt: skip
 MOST_EXPERTS, MOST_ROUTES = 512, 16
 GROUP = 16  # rows that the first launch adds up together, where there are more than DIRECT
 DIRECT = 16
-COUNTERS = 16
 
 
 class NotFusedError(ValueError):
@@ -31,7 +32,7 @@ class NotFusedError(ValueError):
 class Lowered:
     """What the kernels are compiled for."""
 
-    rule: int
+    rule: str
     k0: int
     drop: bool
     executed: bool
@@ -48,21 +49,24 @@ def lower(policy: Policy, spec: RouterSpec | None = None) -> Lowered:
     budgeted = isinstance(policy.select, TopBudget)
     if not budgeted and not (isinstance(policy.select, Voted) and isinstance(policy.score, RouteRank)):
         raise NotFusedError(f"{policy}: no kernel for the selection {type(policy.select).__name__}")
-    fill = policy.fill
-    plain = isinstance(fill, Backfill) and fill == Backfill(fill.denominator) and fill.denominator != "preserved"
-    if not plain and fill != Drop():
-        raise NotFusedError(f"{policy}: no kernel for the fill {fill}")
+    if policy.fill not in (Backfill("original"), Backfill("executed"), Drop()):
+        raise NotFusedError(f"{policy}: no kernel for the fill {policy.fill}")
     if spec is not None and (spec.num_experts > MOST_EXPERTS or spec.top_k > MOST_ROUTES):
         raise NotFusedError(
             f"{spec.num_experts} experts and {spec.top_k} routes a token exceed the kernels' {MOST_EXPERTS} and "
             f"{MOST_ROUTES}"
         )
     k0 = policy.score.k0 if isinstance(policy.score, RouteRank) else 0
-    return Lowered(rule, min(k0, 2**30), isinstance(fill, Drop), _executed(fill), budgeted)
+    return Lowered(rule, min(k0, 2**30), policy.fill == Drop(), policy.fill == Backfill("executed"), budgeted)
 
 
-def _executed(fill: Any) -> bool:
-    return isinstance(fill, Backfill) and fill.denominator == "executed"
+def _route() -> ModuleType:
+    """The kernels; ImportError that names the extra without Triton."""
+    try:
+        from moebudget.kernels import route
+    except ImportError as error:
+        raise ImportError("the fused kernels need Triton: pip install 'moebudget[kernels]'") from error
+    return route
 
 
 def _power(n: int) -> int:
@@ -91,11 +95,12 @@ class FusedRouter:
         count: bool = True,
         pdl: bool | None = None,
     ) -> None:
-        self.policy, self.spec, self.hidden, self.max_rows, self.count = policy, spec, hidden, max_rows, count
+        self.policy, self.spec, self.hidden, self.max_rows = policy, spec, hidden, max_rows
         plan = lower(policy, spec)
+        self.kernels = _route()
         n, k = spec.num_experts, spec.top_k
         padded = max(16, _power(n))
-        self.split = k if plan.rule == 0 else 1
+        self.split = k if plan.rule == "BASE" else 1
         self.stats = LayerStats({name: stats[name].to(device).contiguous() for name in sorted(policy.needs)})
 
         def make(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -108,7 +113,7 @@ class FusedRouter:
         self.votes = make(max_rows, dtype=torch.int8)
         self.partial = make(-(-max_rows // GROUP), padded, dtype=torch.float64)
         self.arrivals = make(-(-max_rows // GROUP), dtype=torch.int32)
-        self.counters = make(max_rows, COUNTERS, dtype=torch.float64)
+        self.counters = make(max_rows, self.kernels.FIELDS.value, dtype=torch.float64)
         self.everyone = torch.ones(max_rows, dtype=torch.bool, device=device)
         cuda = torch.device(device).type == "cuda"
         pdl = cuda and torch.cuda.get_device_capability(device)[0] >= 9 if pdl is None else pdl
@@ -118,8 +123,8 @@ class FusedRouter:
             "TOP2": spec.group_score == "top2", "GP": max(2, _power(spec.groups)),
         }  # fmt: skip
         self.scoring = {
-            "RULE": plan.rule, "K0": plan.k0, "SPLIT": self.split, "HAS_BUDGET": plan.has_budget,
-            "BLOCK": min(2048, max(16, _power(hidden))),
+            "RULE": getattr(self.kernels, plan.rule).value, "K0": plan.k0, "SPLIT": self.split,
+            "HAS_BUDGET": plan.has_budget, "BLOCK": min(2048, max(16, _power(hidden))),
         }  # fmt: skip
         self.filling = {
             "KP": max(2, _power(k)), "HAS_BUDGET": plan.has_budget, "DROP": plan.drop, "EXECUTED": plan.executed,
@@ -135,11 +140,7 @@ class FusedRouter:
 
     def set_budget(self, budget: int) -> None:
         """Change the budget from the next call or replay on."""
-        if self.policy.budget is None:
-            raise ValueError(f"policy {self.policy.name!r} has no budget to change")
-        if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
-            raise ValueError(f"budget={budget!r} must be a whole number of at least 1")
-        self.budget.fill_(budget)
+        self.budget.fill_(self.policy.checked_budget(budget))
 
     def __call__(
         self,
@@ -150,8 +151,6 @@ class FusedRouter:
         out: Routing | None = None,
     ) -> Routing:
         """hidden [T, d], logits [T, N], live [T] bool, bias [N] -> ids [T, K] int64, weights [T, K] float32."""
-        from moebudget.kernels import route
-
         rows, n = logits.shape
         self._check(hidden, logits, live, bias)
         if out is None:
@@ -168,7 +167,7 @@ class FusedRouter:
         shared = {**self.router, "HAS_BIAS": bias is not None, "PDL": self.pdl}
         shared["GROUP"] = group = 0 if rows <= DIRECT else GROUP
         bias = logits if bias is None else bias  # a pointer that is not read
-        route.score_rows[(rows, self.split)](
+        self.kernels.score_rows[(rows, self.split)](
             logits, hidden, bias, live, slope, tensors.get("predictor_bias", self.score),
             tensors.get("energy_mean", self.score), self.budget, self.score, self.votes, self.partial, self.arrivals,
             logits.stride(0), hidden.stride(0), slope.stride(0), rows, n,
@@ -176,7 +175,7 @@ class FusedRouter:
         )  # fmt: skip
         lines = -(-rows // group) if group else rows
         dependent = {"launch_pdl": True} if self.pdl else {}
-        route.fill_rows[(rows,)](
+        self.kernels.fill_rows[(rows,)](
             logits, bias, self.budget, self.score, self.votes, self.partial, out.ids, out.weights, self.counters,
             logits.stride(0), rows, n,
             ROWS=max(2, _power(lines)), num_warps=self.warps, **self.filling, **shared, **dependent,
