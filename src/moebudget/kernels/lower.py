@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from moebudget.fill import Backfill, Drop
 from moebudget.policy import Policy
+from moebudget.rival_scores import GateMass
+from moebudget.rival_selects import WarmUp
 from moebudget.router import RouterSpec
 from moebudget.runtime import FIELDS
 from moebudget.score import PredictedEnergy, RouteRank, RouterMass, SquaredWeight, StaticEnergy
@@ -18,10 +21,14 @@ from moebudget.types import NO_STATS, LayerStats, Routing
 
 RULES: dict[type, str] = {  # names in `route`
     PredictedEnergy: "BASE", SquaredWeight: "SQUARED", StaticEnergy: "STATIC", RouterMass: "MASS", RouteRank: "RANK",
+    GateMass: "GATE",
 }  # fmt: skip
 MOST_EXPERTS, MOST_ROUTES = 512, 16
-GROUP = 16  # rows that the first launch adds up together, where there are more than DIRECT
-DIRECT = 16
+TILE = 16  # rows of a block, and rows that the first launch adds up together, where one block does not hold all
+ALONE = 4096  # rows x experts up to which one block is faster than tiles
+GATED = 16384  # and up to which it can be had: scores of experts that no row routes to have no other kernel
+PARTS = 4  # most parts into which a row is cut
+NO_LIMIT = 2**30
 
 
 class NotFusedError(ValueError):
@@ -30,34 +37,40 @@ class NotFusedError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """What the kernels are compiled for."""
+    """What the kernels are compiled for. `most`: the budget, or how many experts come on top of the warm-up set."""
 
     rule: str
     k0: int
+    most: int | Tensor
     drop: bool
     executed: bool
     has_budget: bool
+    additive: bool = True
 
 
 def lower(policy: Policy, spec: RouterSpec | None = None) -> Lowered:
     """The kernel settings of a policy. Raises NotFusedError that names the piece without a kernel."""
-    rule = RULES.get(type(policy.score))
+    score, select, fill = policy.score, policy.select, policy.fill
+    rule = RULES.get(type(score))
     if rule is None:
-        raise NotFusedError(f"{policy}: no kernel for the score {type(policy.score).__name__}")
-    if isinstance(policy.score, RouteRank) and policy.score.p < 1:
-        raise NotFusedError(f"{policy}: no kernel for the score RouteRank with p={policy.score.p:g} below 1")
-    budgeted = isinstance(policy.select, TopBudget)
-    if not budgeted and not (isinstance(policy.select, Voted) and isinstance(policy.score, RouteRank)):
-        raise NotFusedError(f"{policy}: no kernel for the selection {type(policy.select).__name__}")
-    if policy.fill not in (Backfill("original"), Backfill("executed"), Drop()):
-        raise NotFusedError(f"{policy}: no kernel for the fill {policy.fill}")
+        raise NotFusedError(f"{policy}: no kernel for the score {type(score).__name__}")
+    if isinstance(score, RouteRank) and score.p < 1:
+        raise NotFusedError(f"{policy}: no kernel for the score RouteRank with p={score.p:g} below 1")
+    if fill not in (Backfill("original"), Backfill("executed"), Drop()):
+        raise NotFusedError(f"{policy}: no kernel for the fill {fill}")
     if spec is not None and (spec.num_experts > MOST_EXPERTS or spec.top_k > MOST_ROUTES):
         raise NotFusedError(
             f"{spec.num_experts} experts and {spec.top_k} routes a token exceed the kernels' {MOST_EXPERTS} and "
             f"{MOST_ROUTES}"
         )
-    k0 = policy.score.k0 if isinstance(policy.score, RouteRank) else 0
-    return Lowered(rule, min(k0, 2**30), policy.fill == Drop(), policy.fill == Backfill("executed"), budgeted)
+    plan = partial(Lowered, rule, drop=fill == Drop(), executed=fill == Backfill("executed"))
+    if isinstance(select, TopBudget):
+        return plan(k0=score.k0 if isinstance(score, RouteRank) else 0, most=select.budget, has_budget=True)
+    if isinstance(select, Voted) and isinstance(score, RouteRank):
+        return plan(k0=score.k0, most=NO_LIMIT, has_budget=False)
+    if isinstance(select, WarmUp) and isinstance(score, GateMass) and not select.m_request:
+        return plan(k0=select.k0, most=select.m, has_budget=True, additive=select.additive)
+    raise NotFusedError(f"{policy}: no kernel for the selection {select} by {type(score).__name__}")
 
 
 def _route() -> ModuleType:
@@ -79,8 +92,8 @@ class FusedRouter:
     Takes the router's logits and computes the model's own routes itself; ids are those of the torch form, but for sums
     that tie up to the rounding of a weight, weights to float32 rounding. All buffers are made here, for up to
     `max_rows` rows: a call allocates nothing when `out` is given, reads nothing on the host and can be captured in a
-    CUDA graph. `budget` (device, int32) and `live` may change between replays. Raises NotFusedError for what has no
-    kernel, ValueError for wrong shapes.
+    CUDA graph. `budget` (device, int32), `live` and the inputs may change between replays. Raises NotFusedError for
+    what has no kernel, ValueError for wrong shapes.
     """
 
     def __init__(
@@ -99,39 +112,42 @@ class FusedRouter:
         plan = lower(policy, spec)
         self.kernels = _route()
         n, k = spec.num_experts, spec.top_k
-        padded = max(16, _power(n))
-        self.split = k if plan.rule == "BASE" else 1
+        self.padded = padded = max(16, _power(n))
+        self.base, self.gate = plan.rule == "BASE", plan.rule == "GATE"
+        if self.gate and _power(max_rows) * padded > GATED:
+            raise NotFusedError(
+                f"{policy}: no kernel for the score GateMass with {max_rows} rows of {n} experts; at most "
+                f"{GATED // padded} rows"
+            )
         self.stats = LayerStats({name: stats[name].to(device).contiguous() for name in sorted(policy.needs)})
 
         def make(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         self.budget = make(1, dtype=torch.int32)
-        if policy.budget is not None:
-            self.budget.copy_(torch.as_tensor(policy.budget).reshape(1))
+        self.budget.copy_(torch.as_tensor(plan.most).reshape(1))
+        tiles = -(-max_rows // TILE)
         self.score = make(max_rows, padded, dtype=torch.float32)
         self.votes = make(max_rows, dtype=torch.int8)
-        self.partial = make(-(-max_rows // GROUP), padded, dtype=torch.float64)
-        self.arrivals = make(-(-max_rows // GROUP), dtype=torch.int32)
+        self.partial = make(tiles, padded, dtype=torch.float64)
+        self.arrivals = make(tiles, dtype=torch.int32)
+        self.dots = make(PARTS * max(ALONE, padded * 8), dtype=torch.float32)
+        self.lengths = make(PARTS * max(8, _power(max_rows)), dtype=torch.float32)
         self.counters = make(max_rows, self.kernels.FIELDS.value, dtype=torch.float64)
-        self.everyone = torch.ones(max_rows, dtype=torch.bool, device=device)
+        self.everyone = torch.ones(max_rows, dtype=torch.int8, device=device)
         cuda = torch.device(device).type == "cuda"
-        pdl = cuda and torch.cuda.get_device_capability(device)[0] >= 9 if pdl is None else pdl
+        self.pdl = cuda and torch.cuda.get_device_capability(device)[0] >= 9 if pdl is None else pdl
         self.router = {
             "NP": padded, "K": k, "SIGMOID": spec.scoring == "sigmoid",
             "RENORMALIZE": spec.renormalize, "SCALE": spec.scale, "GROUPS": spec.groups, "OPEN": spec.open_groups,
             "TOP2": spec.group_score == "top2", "GP": max(2, _power(spec.groups)),
         }  # fmt: skip
-        self.scoring = {
-            "RULE": getattr(self.kernels, plan.rule).value, "K0": plan.k0, "SPLIT": self.split,
-            "HAS_BUDGET": plan.has_budget, "BLOCK": min(2048, max(16, _power(hidden))),
-        }  # fmt: skip
+        self.rule = {"RULE": getattr(self.kernels, plan.rule).value, "K0": min(plan.k0, NO_LIMIT)}
         self.filling = {
             "KP": max(2, _power(k)), "HAS_BUDGET": plan.has_budget, "DROP": plan.drop, "EXECUTED": plan.executed,
-            "COUNT": count,
+            "ADDITIVE": plan.additive, "COUNT": count,
         }  # fmt: skip
-        self.pdl = pdl
-        self.warps = 1 if padded <= 128 else 2  # few: reductions across warps cost more than they save
+        self.warps = 1 if padded <= 128 else 2  # of one row: reductions across warps cost more than they save
 
     @property
     def totals(self) -> Tensor:
@@ -150,8 +166,11 @@ class FusedRouter:
         bias: Tensor | None = None,
         out: Routing | None = None,
     ) -> Routing:
-        """hidden [T, d], logits [T, N], live [T] bool, bias [N] -> ids [T, K] int64, weights [T, K] float32."""
-        rows, n = logits.shape
+        """hidden [T, d], logits [T, N], live [T], bias [N] -> ids [T, K] int64, weights [T, K] float32.
+
+        live (bool or int8; None: all 1): 0 padding, 1 a row that votes, 2 a row that keeps the model's own routes.
+        """
+        rows = logits.shape[0]
         self._check(hidden, logits, live, bias)
         if out is None:
             k = self.spec.top_k
@@ -162,25 +181,48 @@ class FusedRouter:
         if not rows:
             return out
         live = self.everyone[:rows] if live is None else live
+        tile = max(8, _power(rows))
+        alone = self.gate or tile * self.padded <= ALONE
+        parts = self._measure(hidden, rows, tile) if alone else self._score(hidden, logits, live, bias)
+        tile = tile if alone else TILE
         tensors = self.stats.tensors
-        slope = tensors.get("predictor_weight", self.score)
-        shared = {**self.router, "HAS_BIAS": bias is not None, "PDL": self.pdl}
-        shared["GROUP"] = group = 0 if rows <= DIRECT else GROUP
-        bias = logits if bias is None else bias  # a pointer that is not read
-        self.kernels.score_rows[(rows, self.split)](
-            logits, hidden, bias, live, slope, tensors.get("predictor_bias", self.score),
-            tensors.get("energy_mean", self.score), self.budget, self.score, self.votes, self.partial, self.arrivals,
-            logits.stride(0), hidden.stride(0), slope.stride(0), rows, n,
-            D=self.hidden, num_warps=self.warps, **self.scoring, **shared,
-        )  # fmt: skip
-        lines = -(-rows // group) if group else rows
         dependent = {"launch_pdl": True} if self.pdl else {}
-        self.kernels.fill_rows[(rows,)](
-            logits, bias, self.budget, self.score, self.votes, self.partial, out.ids, out.weights, self.counters,
-            logits.stride(0), rows, n,
-            ROWS=max(2, _power(lines)), num_warps=self.warps, **self.filling, **shared, **dependent,
+        self.kernels.route_rows[(-(-rows // tile),)](
+            logits, logits if bias is None else bias, live, self.budget, self.dots, self.lengths,
+            tensors.get("predictor_bias", self.score), tensors.get("energy_mean", self.score), self.score, self.votes,
+            self.partial, out.ids, out.weights, self.counters,
+            logits.stride(0), rows, self.spec.num_experts,
+            R=tile, ALONE=alone, PARTS=parts, LINES=max(2, _power(-(-rows // TILE))), GROUP=TILE,
+            HAS_BIAS=bias is not None, PDL=self.pdl, num_warps=min(16, tile), **self.router, **self.rule,
+            **self.filling, **dependent,
         )  # fmt: skip
         return out
+
+    def _measure(self, hidden: Tensor, rows: int, tile: int) -> int:
+        """First launch where one block then holds all rows: lengths and, for BASE, dot products with every slope."""
+        n = self.spec.num_experts
+        parts = max(1, min(PARTS, 128 // self.padded)) if self.base else PARTS
+        slope = self.stats.tensors.get("predictor_weight", self.score)
+        self.kernels.measure_rows[(1 + n * self.base, parts)](
+            hidden, slope, self.budget, self.dots, self.lengths, hidden.stride(0), slope.stride(0), rows, n,
+            D=self.hidden, NP=self.padded, R=tile, PARTS=parts, BLOCK=max(16, min(8192 // tile, _power(self.hidden))),
+            PDL=self.pdl, num_warps=4,
+        )  # fmt: skip
+        return parts
+
+    def _score(self, hidden: Tensor, logits: Tensor, live: Tensor, bias: Tensor | None) -> int:
+        """First launch for many rows: scores of every row, and their sums over TILE rows."""
+        rows, n = logits.shape
+        tensors, split = self.stats.tensors, self.spec.top_k if self.base else 1
+        slope = tensors.get("predictor_weight", self.score)
+        self.kernels.score_rows[(rows, split)](
+            logits, hidden, logits if bias is None else bias, live, slope, tensors.get("predictor_bias", self.score),
+            tensors.get("energy_mean", self.score), self.budget, self.score, self.votes, self.partial, self.arrivals,
+            logits.stride(0), hidden.stride(0), slope.stride(0), rows, n,
+            D=self.hidden, SPLIT=split, BLOCK=min(2048, max(16, _power(self.hidden))), GROUP=TILE,
+            HAS_BIAS=bias is not None, PDL=self.pdl, num_warps=self.warps, **self.router, **self.rule,
+        )  # fmt: skip
+        return 1
 
     def _check(self, hidden: Tensor, logits: Tensor, live: Tensor | None, bias: Tensor | None) -> None:
         rows = logits.shape[0]

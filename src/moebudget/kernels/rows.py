@@ -1,4 +1,7 @@
-"""Triton pieces of one row: router scores, closed groups, top-K. NP experts, a power of two, N of them real."""
+"""Triton pieces on a tile of R rows and NP experts (powers of two, N experts real): scores, groups, top-K, ranks.
+
+A row lies in one warp, so reductions along it take a few instructions and no shared memory.
+"""
 
 # Triton compiles what it reads here: plain `if` on a constexpr is decided at compile time.
 from __future__ import annotations
@@ -8,6 +11,7 @@ import triton.language as tl
 
 LOWEST: tl.constexpr = tl.constexpr(-2147483648)
 INDEX_BITS: tl.constexpr = tl.constexpr(9)  # up to 512 experts
+TINY: tl.constexpr = tl.constexpr(1.17549435e-38)
 
 
 @triton.jit
@@ -18,17 +22,17 @@ def ordered(value):
 
 
 @triton.jit
-def top_slots(value, allowed, NP: tl.constexpr, K: tl.constexpr):
-    """[NP] int32: 0 for the allowed expert with the largest float32 value, ties to the lower index; K for the rest.
+def top_slots(value, allowed, R: tl.constexpr, NP: tl.constexpr, K: tl.constexpr):
+    """[R, NP] int32: 0 for the row's allowed expert with the largest value, ties to the lower index; K for the rest.
 
     K times the maximum, then the lowest expert that has it: two integer reductions, one instruction each in a warp.
     """
-    expert = tl.arange(0, NP)
+    expert = tl.arange(0, NP)[None, :]
     key = tl.where(allowed, ordered(value), LOWEST)
-    slot = tl.full([NP], K, tl.int32)
+    slot = tl.full([R, NP], K, tl.int32)
     for k in tl.static_range(0, K):
-        best = tl.max(key, 0)
-        lowest = tl.min(tl.where(key == best, expert, NP), 0)
+        best = tl.max(key, 1)[:, None]
+        lowest = tl.min(tl.where(key == best, expert, NP), 1)[:, None]
         taken = (expert == lowest) & (best > LOWEST)
         slot = tl.where(taken, k, slot)
         key = tl.where(taken, LOWEST, key)
@@ -37,79 +41,81 @@ def top_slots(value, allowed, NP: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def best_expert(value, allowed, NP: tl.constexpr):
-    """The allowed expert with the largest float32 value, ties to the lower index; 0 if none is allowed."""
-    expert = tl.arange(0, NP)
-    found = tl.min(tl.where(top_slots(value, allowed, NP, 1) == 0, expert, NP), 0)
-    return tl.where(found < NP, found, 0)
+    """[R]: the row's allowed expert with the largest value, ties to the lower index; 0 if none is allowed."""
+    expert = tl.arange(0, NP)[None, :]
+    key = tl.where(allowed, ordered(value), LOWEST)
+    best = tl.max(key, 1)
+    found = tl.min(tl.where(key == best[:, None], expert, NP), 1)
+    return tl.where(best > LOWEST, found, 0)
 
 
 @triton.jit
-def best_sums(total, candidate, most, NP: tl.constexpr):
+def largest(total, candidate, most, NP: tl.constexpr):
     """[NP] bool: the `most` candidates with the largest total >= 0 (float64), ties to the lower index.
 
-    Value and index share one 64-bit key, which one sort orders; the lowest 9 of 52 mantissa bits make room.
+    Value and index share one 64-bit key (the lowest 9 of 52 mantissa bits make room), and all pairs are compared.
     """
     expert = tl.arange(0, NP)
     bits = total.to(tl.int64, bitcast=True)
     key = ((bits >> INDEX_BITS) << INDEX_BITS) | (511 - expert).to(tl.int64)
     key = tl.where(candidate, key, -1)
-    down = tl.sort(key, descending=True)
-    last = tl.minimum(most, NP) - 1
-    threshold = tl.sum(tl.where(expert == last, down, 0), 0)
-    return candidate & (key >= threshold)
+    before = tl.sum((key[:, None] > key[None, :]).to(tl.int32), 0)
+    return candidate & (before < most)
 
 
 @triton.jit
 def close_groups(
-    choice, N, NP: tl.constexpr, GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr, GP: tl.constexpr
-):
+    choice, N, R: tl.constexpr, NP: tl.constexpr, GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr,
+    GP: tl.constexpr,
+):  # fmt: skip
     """-inf outside the OPEN best of GROUPS equal groups; a group counts by its best value, or the sum of two."""
-    expert, group = tl.arange(0, NP), tl.arange(0, GP)
-    inside = (expert // (N // GROUPS))[None, :] == group[:, None]  # [GP, NP]
-    values = tl.where(inside, choice[None, :], -float("inf"))
-    value = tl.max(values, 1)
-    if TOP2:
-        best = tl.argmax(values, 1, tie_break_left=True)
-        second = tl.max(tl.where(expert[None, :] == best[:, None], -float("inf"), values), 1)
-        value = value + second
-    value = tl.where(group < GROUPS, value, -float("inf"))
-    tied = (value[None, :] == value[:, None]) & (group[None, :] < group[:, None])
-    before = (value[None, :] > value[:, None]) | tied
-    opened = (tl.sum(before.to(tl.int32), 1) < OPEN) & (group < GROUPS)
-    open_expert = tl.sum((inside & opened[:, None]).to(tl.int32), 0) > 0
-    return tl.where(open_expert, choice, -float("inf"))
+    expert, group = tl.arange(0, NP)[None, :], tl.arange(0, GP)[None, :]
+    home = expert // (N // GROUPS)
+    value = tl.full([R, GP], -float("inf"), tl.float32)
+    for g in tl.static_range(0, GROUPS):
+        inside = tl.where(home == g, choice, -float("inf"))
+        best = tl.max(inside, 1)
+        if TOP2:
+            first = tl.min(tl.where(inside == best[:, None], expert, NP), 1)
+            best = best + tl.max(tl.where(expert == first[:, None], -float("inf"), inside), 1)
+        value = tl.where(group == g, best[:, None], value)
+    opened = (top_slots(value, group < GROUPS, R, GP, OPEN) < OPEN).to(tl.int32)
+    for g in tl.static_range(0, GROUPS):
+        is_open = tl.max(tl.where(group == g, opened, 0), 1)[:, None]
+        choice = tl.where((home == g) & (is_open == 0), -float("inf"), choice)
+    return choice
 
 
 @triton.jit
 def row_scores(
-    logits,
-    bias,
-    N,
-    NP: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    OPEN: tl.constexpr,
-    TOP2: tl.constexpr,
-    GP: tl.constexpr,
-):
-    """Logits [N] at a pointer -> (probs, choice) [NP] float32 and whether all logits are finite."""
-    expert = tl.arange(0, NP)
+    logits, bias, row, stride, T, N, R: tl.constexpr, NP: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr, GP: tl.constexpr,
+):  # fmt: skip
+    """Rows [R] of the logits -> (probs, choice) [R, NP] float32 and whether all logits of a row are finite [R]."""
+    expert = tl.arange(0, NP)[None, :]
     real = expert < N
-    x = tl.load(logits + expert, mask=real, other=-float("inf")).to(tl.float32)
-    bad = tl.sum((real & ((x - x) != 0)).to(tl.int32), 0)  # inf - inf and NaN - NaN are NaN, and NaN != 0
+    there = real & (row < T)[:, None]
+    x = tl.load(logits + row[:, None] * stride + expert, mask=there, other=-float("inf")).to(tl.float32)
+    # inf - inf and NaN - NaN are NaN, and NaN != 0
+    bad = tl.max((there & ((x - x) != 0)).to(tl.int32), 1)
     if SIGMOID:
         probs = 1.0 / (1.0 + tl.exp(-x))
     else:
-        top = tl.max(ordered(x), 0)
-        power = tl.exp(x - (top ^ ((top >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
-        probs = power / tl.sum(power, 0)
+        top = tl.max(ordered(x), 1)
+        power = tl.exp(x - (top ^ ((top >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)[:, None])
+        probs = power / tl.sum(power, 1)[:, None]
     probs = tl.where(real, probs, 0.0)
     choice = probs
     if HAS_BIAS:
         choice += tl.load(bias + expert, mask=real, other=0.0).to(tl.float32)
-    choice = tl.where(bad == 0, choice, 0.0)  # NaN has no rank; the row does not vote anyway
+    choice = tl.where((bad == 0)[:, None], choice, 0.0)  # NaN has no rank; the row does not vote anyway
     choice = tl.where(real, choice, -float("inf"))
     if GROUPS > 1:
-        choice = close_groups(choice, N, NP, GROUPS, OPEN, TOP2, GP)
+        choice = close_groups(choice, N, R, NP, GROUPS, OPEN, TOP2, GP)
     return probs, choice, bad == 0
+
+
+@triton.jit
+def over_mass(probs, chosen):
+    """[R] sum of the chosen probs, never 0."""
+    return tl.maximum(tl.sum(tl.where(chosen, probs, 0.0), 1), TINY)
