@@ -24,10 +24,8 @@ RULES: dict[type, str] = {  # names in `route`
     GateMass: "GATE",
 }  # fmt: skip
 MOST_EXPERTS, MOST_ROUTES = 512, 16
-TILE = 16  # rows of a block, and rows that the first launch adds up together, where one block does not hold all
-ALONE = 4096  # rows x experts up to which one block is faster than tiles
-GATED = 16384  # and up to which it can be had: scores of experts that no row routes to have no other kernel
-PARTS = 4  # most parts into which a row is cut
+GROUP = 16  # rows that the first launch adds up together, where there are more than that
+GATED = 16384  # rows x experts that one block can hold, where a policy needs that
 NO_LIMIT = 2**30
 
 
@@ -86,6 +84,12 @@ def _power(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def _block(width: int) -> int:
+    """Columns that one warp reads at a time: a power of two from 16 to 2048 that leaves the least of a row over."""
+    blocks = [1 << i for i in range(9, 12) if 1 << i <= width] or [max(16, _power(width))]
+    return min(reversed(blocks), key=lambda block: -(-width // block) * block)
+
+
 class FusedRouter:
     """One layer's router and policy in two launches: `router(hidden, logits, live)` -> Routing.
 
@@ -112,8 +116,8 @@ class FusedRouter:
         plan = lower(policy, spec)
         self.kernels = _route()
         n, k = spec.num_experts, spec.top_k
-        self.padded = padded = max(16, _power(n))
-        self.base, self.gate = plan.rule == "BASE", plan.rule == "GATE"
+        padded = max(16, _power(n))
+        self.gate, self.k0 = plan.rule == "GATE", min(plan.k0, NO_LIMIT)
         if self.gate and _power(max_rows) * padded > GATED:
             raise NotFusedError(
                 f"{policy}: no kernel for the score GateMass with {max_rows} rows of {n} experts; at most "
@@ -126,13 +130,10 @@ class FusedRouter:
 
         self.budget = make(1, dtype=torch.int32)
         self.budget.copy_(torch.as_tensor(plan.most).reshape(1))
-        tiles = -(-max_rows // TILE)
         self.score = make(max_rows, padded, dtype=torch.float32)
         self.votes = make(max_rows, dtype=torch.int8)
-        self.partial = make(tiles, padded, dtype=torch.float64)
-        self.arrivals = make(tiles, dtype=torch.int32)
-        self.dots = make(PARTS * max(ALONE, padded * 8), dtype=torch.float32)
-        self.lengths = make(PARTS * max(8, _power(max_rows)), dtype=torch.float32)
+        self.partial = make(-(-max_rows // GROUP), padded, dtype=torch.float64)
+        self.arrivals = make(-(-max_rows // GROUP), dtype=torch.int32)
         self.counters = make(max_rows, self.kernels.FIELDS.value, dtype=torch.float64)
         self.everyone = torch.ones(max_rows, dtype=torch.int8, device=device)
         cuda = torch.device(device).type == "cuda"
@@ -142,9 +143,10 @@ class FusedRouter:
             "RENORMALIZE": spec.renormalize, "SCALE": spec.scale, "GROUPS": spec.groups, "OPEN": spec.open_groups,
             "TOP2": spec.group_score == "top2", "GP": max(2, _power(spec.groups)),
         }  # fmt: skip
-        self.rule = {"RULE": getattr(self.kernels, plan.rule).value, "K0": min(plan.k0, NO_LIMIT)}
+        self.block = _block(hidden)
+        self.scoring = {"RULE": getattr(self.kernels, plan.rule).value, "SPLIT": k if plan.rule == "BASE" else 1}
         self.filling = {
-            "KP": max(2, _power(k)), "HAS_BUDGET": plan.has_budget, "DROP": plan.drop, "EXECUTED": plan.executed,
+            "GATE": self.gate, "HAS_BUDGET": plan.has_budget, "DROP": plan.drop, "EXECUTED": plan.executed,
             "ADDITIVE": plan.additive, "COUNT": count,
         }  # fmt: skip
         self.warps = 1 if padded <= 128 else 2  # of one row: reductions across warps cost more than they save
@@ -170,7 +172,7 @@ class FusedRouter:
 
         live (bool or int8; None: all 1): 0 padding, 1 a row that votes, 2 a row that keeps the model's own routes.
         """
-        rows = logits.shape[0]
+        rows, n = logits.shape
         self._check(hidden, logits, live, bias)
         if out is None:
             k = self.spec.top_k
@@ -181,48 +183,30 @@ class FusedRouter:
         if not rows:
             return out
         live = self.everyone[:rows] if live is None else live
-        tile = max(8, _power(rows))
-        alone = self.gate or tile * self.padded <= ALONE
-        parts = self._measure(hidden, rows, tile) if alone else self._score(hidden, logits, live, bias)
-        tile = tile if alone else TILE
         tensors = self.stats.tensors
-        dependent = {"launch_pdl": True} if self.pdl else {}
+        slope = tensors.get("predictor_weight", self.score)
+        group = 0 if rows <= GROUP else GROUP
+        shared = {"HAS_BIAS": bias is not None, "D": self.hidden, "BLOCK": self.block, "K0": self.k0, "GROUP": group}
+        shared |= {"PDL": self.pdl, **self.router}
+        bias = logits if bias is None else bias  # a pointer that is not read
+        tile, warps, dependent = 1, self.warps, {"launch_pdl": True} if self.pdl else {}
+        if self.gate:
+            tile = max(2, _power(rows))
+            warps, dependent = min(16, tile), {}
+        else:
+            self.kernels.score_rows[(rows, self.scoring["SPLIT"])](
+                logits, hidden, bias, live, slope, tensors.get("predictor_bias", self.score),
+                tensors.get("energy_mean", self.score), self.budget, self.score, self.votes, self.partial,
+                self.arrivals, logits.stride(0), hidden.stride(0), slope.stride(0), rows, n,
+                num_warps=warps, **self.scoring, **shared,
+            )  # fmt: skip
         self.kernels.route_rows[(-(-rows // tile),)](
-            logits, logits if bias is None else bias, live, self.budget, self.dots, self.lengths,
-            tensors.get("predictor_bias", self.score), tensors.get("energy_mean", self.score), self.score, self.votes,
-            self.partial, out.ids, out.weights, self.counters,
-            logits.stride(0), rows, self.spec.num_experts,
-            R=tile, ALONE=alone, PARTS=parts, LINES=max(2, _power(-(-rows // TILE))), GROUP=TILE,
-            HAS_BIAS=bias is not None, PDL=self.pdl, num_warps=min(16, tile), **self.router, **self.rule,
-            **self.filling, **dependent,
+            logits, hidden, bias, live, self.budget, self.score, self.votes, self.partial, out.ids, out.weights,
+            self.counters, logits.stride(0), hidden.stride(0), rows, n,
+            R=tile, ROWS=max(2, _power(-(-rows // GROUP) if group else rows)), num_warps=warps,
+            **self.filling, **shared, **dependent,
         )  # fmt: skip
         return out
-
-    def _measure(self, hidden: Tensor, rows: int, tile: int) -> int:
-        """First launch where one block then holds all rows: lengths and, for BASE, dot products with every slope."""
-        n = self.spec.num_experts
-        parts = max(1, min(PARTS, 128 // self.padded)) if self.base else PARTS
-        slope = self.stats.tensors.get("predictor_weight", self.score)
-        self.kernels.measure_rows[(1 + n * self.base, parts)](
-            hidden, slope, self.budget, self.dots, self.lengths, hidden.stride(0), slope.stride(0), rows, n,
-            D=self.hidden, NP=self.padded, R=tile, PARTS=parts, BLOCK=max(16, min(8192 // tile, _power(self.hidden))),
-            PDL=self.pdl, num_warps=4,
-        )  # fmt: skip
-        return parts
-
-    def _score(self, hidden: Tensor, logits: Tensor, live: Tensor, bias: Tensor | None) -> int:
-        """First launch for many rows: scores of every row, and their sums over TILE rows."""
-        rows, n = logits.shape
-        tensors, split = self.stats.tensors, self.spec.top_k if self.base else 1
-        slope = tensors.get("predictor_weight", self.score)
-        self.kernels.score_rows[(rows, split)](
-            logits, hidden, logits if bias is None else bias, live, slope, tensors.get("predictor_bias", self.score),
-            tensors.get("energy_mean", self.score), self.budget, self.score, self.votes, self.partial, self.arrivals,
-            logits.stride(0), hidden.stride(0), slope.stride(0), rows, n,
-            D=self.hidden, SPLIT=split, BLOCK=min(2048, max(16, _power(self.hidden))), GROUP=TILE,
-            HAS_BIAS=bias is not None, PDL=self.pdl, num_warps=self.warps, **self.router, **self.rule,
-        )  # fmt: skip
-        return 1
 
     def _check(self, hidden: Tensor, logits: Tensor, live: Tensor | None, bias: Tensor | None) -> None:
         rows = logits.shape[0]

@@ -40,6 +40,14 @@ def top_slots(value, allowed, R: tl.constexpr, NP: tl.constexpr, K: tl.constexpr
 
 
 @triton.jit
+def in_order(choice, NP: tl.constexpr):
+    """[R, NP] int64, a row's experts best first: the choice's order, then 511 - expert in the lowest nine bits."""
+    expert = tl.arange(0, NP)[None, :]
+    key = (ordered(choice).to(tl.int64) << INDEX_BITS) | (511 - expert).to(tl.int64)
+    return tl.sort(key, dim=1, descending=True)
+
+
+@triton.jit
 def best_expert(value, allowed, NP: tl.constexpr):
     """[R]: the row's allowed expert with the largest value, ties to the lower index; 0 if none is allowed."""
     expert = tl.arange(0, NP)[None, :]
@@ -53,14 +61,24 @@ def best_expert(value, allowed, NP: tl.constexpr):
 def largest(total, candidate, most, NP: tl.constexpr):
     """[NP] bool: the `most` candidates with the largest total >= 0 (float64), ties to the lower index.
 
-    Value and index share one 64-bit key (the lowest 9 of 52 mantissa bits make room), and all pairs are compared.
+    Value and index share one 64-bit key, which no two experts have in common (the lowest 9 of 52 mantissa bits make
+    room); the key that `most` of them reach is found by halving, in a handful of steps unless sums nearly tie.
     """
     expert = tl.arange(0, NP)
     bits = total.to(tl.int64, bitcast=True)
     key = ((bits >> INDEX_BITS) << INDEX_BITS) | (511 - expert).to(tl.int64)
     key = tl.where(candidate, key, -1)
-    before = tl.sum((key[:, None] > key[None, :]).to(tl.int32), 0)
-    return candidate & (before < most)
+    upper = (key >> 32).to(tl.int32)
+    kept = tl.sum(candidate.to(tl.int32), 0)
+    middle = tl.min(tl.where(candidate, upper, 2147483647), 0).to(tl.int64) << 32
+    low, high = middle, (tl.max(upper, 0).to(tl.int64) + 1) << 32
+    aim = tl.minimum(kept, tl.maximum(most, 0))
+    while kept != aim:  # low: more than enough reach it; high: too few do
+        middle = low + ((high - low) >> 1)
+        kept = tl.sum((key >= middle).to(tl.int32), 0)
+        low = tl.where(kept > aim, middle, low)
+        high = tl.where(kept > aim, high, middle)
+    return candidate & (key >= middle)
 
 
 @triton.jit
