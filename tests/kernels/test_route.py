@@ -33,6 +33,10 @@ CASES = [
     ("groups_max", (4, 12, 4), "base:budget=2,fill=drop"),
     ("softmax_renorm", (5, 16, 4), "oea:k0=1"),
     ("sigmoid_bias", (5, 16, 4), "oea:k0=2,fill=original"),
+    *((kind, (5, 16, 3), "xshare:k0=1,m=3") for kind in KINDS),
+    ("softmax_renorm", (4, 12, 3), "xshare:k0=0,m=2"),
+    ("groups_top2", (19, 16, 2), "xshare:k0=1,m=6,additive=no"),
+    ("softmax", (5, 16, 4), "moe_spec:budget=5"),
     ("softmax_renorm", (19, 16, 2), "base:budget=4"),  # more rows than are added up directly
     ("softmax_renorm", (35, 16, 2), "squared:budget=3"),  # three groups, the last a part
 ]
@@ -107,6 +111,22 @@ def test_largest_sizes_differ_from_the_torch_form(kind: str, shape: tuple[int, i
     check(router_of(problem, policy), problem, policy)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["base:budget=4", "squared:budget=3,fill=executed", "base:budget=3,fill=drop"])
+def test_row_that_keeps_its_routes_is_changed_or_votes(kind: str, text: str) -> None:
+    problem = garbage(make_problem(kind, 5, 16, 4))
+    state = torch.tensor([1, 0, 1, 2, 1], dtype=torch.int8)
+    voting = dataclasses.replace(problem, live=state == 1)
+    policy = parse(text)
+    wanted = policy(voting.batch, problem.stats)
+    own = dataclasses.replace(problem, live=None).batch
+    found = run(router_of(problem, policy), dataclasses.replace(problem, live=state))
+    kept = state == 2
+    assert torch.equal(found.ids, torch.where(kept[:, None], own.ids, wanted.ids))
+    weights = torch.where(kept[:, None], own.weights, wanted.weights)
+    torch.testing.assert_close(found.weights, weights, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
 def test_equal_sums_keep_other_than_the_lowest_experts() -> None:
     problem = make_problem("softmax_renorm", 3, 12, 4)
     equal, policy = dataclasses.replace(problem, logits=torch.ones(3, 12)), parse("squared:budget=2")
@@ -162,7 +182,7 @@ def test_strided_and_half_precision_inputs_are_read_as_contiguous_float32() -> N
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_policy_without_a_kernel_does_not_name_its_piece(name: str) -> None:
-    fused = {"router_mass", "squared", "static", "base", "oea"}
+    fused = {"router_mass", "squared", "static", "base", "oea", "xshare", "moe_spec"}
     policy = parse(EXAMPLES[name])
     if name in fused:
         assert lower(policy).has_budget == (name != "oea")
@@ -179,6 +199,7 @@ def test_policy_without_a_kernel_does_not_name_its_piece(name: str) -> None:
         ("base:budget=4,fill=preserved", "fill"),
         ("oea:k0=1,p=0.5", "RouteRank with p=0.5"),
         ("oea:k0=1,k_max=4", "fill"),
+        ("xshare:k0=1,m=2,m_request=1", "WarmUp.*m_request=1"),
     ],
 )
 def test_setting_without_a_kernel_is_taken_for_one_that_has_it(text: str, piece: str) -> None:

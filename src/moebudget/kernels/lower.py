@@ -24,8 +24,7 @@ RULES: dict[type, str] = {  # names in `route`
     GateMass: "GATE",
 }  # fmt: skip
 MOST_EXPERTS, MOST_ROUTES = 512, 16
-GROUP = 16  # rows that the first launch adds up together, where there are more than that
-GATED = 16384  # rows x experts that one block can hold, where a policy needs that
+CHUNK = 16  # rows that the first launch adds up together, where there are more than that; as in `batch`
 NO_LIMIT = 2**30
 
 
@@ -117,12 +116,6 @@ class FusedRouter:
         self.kernels = _route()
         n, k = spec.num_experts, spec.top_k
         padded = max(16, _power(n))
-        self.gate, self.k0 = plan.rule == "GATE", min(plan.k0, NO_LIMIT)
-        if self.gate and _power(max_rows) * padded > GATED:
-            raise NotFusedError(
-                f"{policy}: no kernel for the score GateMass with {max_rows} rows of {n} experts; at most "
-                f"{GATED // padded} rows"
-            )
         self.stats = LayerStats({name: stats[name].to(device).contiguous() for name in sorted(policy.needs)})
 
         def make(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -131,9 +124,11 @@ class FusedRouter:
         self.budget = make(1, dtype=torch.int32)
         self.budget.copy_(torch.as_tensor(plan.most).reshape(1))
         self.score = make(max_rows, padded, dtype=torch.float32)
-        self.votes = make(max_rows, dtype=torch.int8)
-        self.partial = make(-(-max_rows // GROUP), padded, dtype=torch.float64)
-        self.arrivals = make(-(-max_rows // GROUP), dtype=torch.int32)
+        self.runs = make(max_rows if plan.rule == "GATE" else 0, padded, dtype=torch.float32)
+        self.places = make(*self.runs.shape, dtype=torch.int8)
+        self.kinds = make(max_rows, dtype=torch.int8)
+        self.partial = make(-(-max_rows // CHUNK), padded, dtype=torch.float64)
+        self.arrivals = make(-(-max_rows // CHUNK), dtype=torch.int32)
         self.counters = make(max_rows, self.kernels.FIELDS.value, dtype=torch.float64)
         self.everyone = torch.ones(max_rows, dtype=torch.int8, device=device)
         cuda = torch.device(device).type == "cuda"
@@ -143,10 +138,10 @@ class FusedRouter:
             "RENORMALIZE": spec.renormalize, "SCALE": spec.scale, "GROUPS": spec.groups, "OPEN": spec.open_groups,
             "TOP2": spec.group_score == "top2", "GP": max(2, _power(spec.groups)),
         }  # fmt: skip
-        self.block = _block(hidden)
-        self.scoring = {"RULE": getattr(self.kernels, plan.rule).value, "SPLIT": k if plan.rule == "BASE" else 1}
+        self.rule = {"RULE": getattr(self.kernels, plan.rule).value, "K0": min(plan.k0, NO_LIMIT)}
+        self.split = k if plan.rule == "BASE" else 1
         self.filling = {
-            "GATE": self.gate, "HAS_BUDGET": plan.has_budget, "DROP": plan.drop, "EXECUTED": plan.executed,
+            "HAS_BUDGET": plan.has_budget, "DROP": plan.drop, "EXECUTED": plan.executed,
             "ADDITIVE": plan.additive, "COUNT": count,
         }  # fmt: skip
         self.warps = 1 if padded <= 128 else 2  # of one row: reductions across warps cost more than they save
@@ -185,25 +180,20 @@ class FusedRouter:
         live = self.everyone[:rows] if live is None else live
         tensors = self.stats.tensors
         slope = tensors.get("predictor_weight", self.score)
-        group = 0 if rows <= GROUP else GROUP
-        shared = {"HAS_BIAS": bias is not None, "D": self.hidden, "BLOCK": self.block, "K0": self.k0, "GROUP": group}
-        shared |= {"PDL": self.pdl, **self.router}
+        many = rows > CHUNK
+        shared = {"HAS_BIAS": bias is not None, "SHARED": many, "PDL": self.pdl, **self.router, **self.rule}
         bias = logits if bias is None else bias  # a pointer that is not read
-        tile, warps, dependent = 1, self.warps, {"launch_pdl": True} if self.pdl else {}
-        if self.gate:
-            tile = max(2, _power(rows))
-            warps, dependent = min(16, tile), {}
-        else:
-            self.kernels.score_rows[(rows, self.scoring["SPLIT"])](
-                logits, hidden, bias, live, slope, tensors.get("predictor_bias", self.score),
-                tensors.get("energy_mean", self.score), self.budget, self.score, self.votes, self.partial,
-                self.arrivals, logits.stride(0), hidden.stride(0), slope.stride(0), rows, n,
-                num_warps=warps, **self.scoring, **shared,
-            )  # fmt: skip
-        self.kernels.route_rows[(-(-rows // tile),)](
-            logits, hidden, bias, live, self.budget, self.score, self.votes, self.partial, out.ids, out.weights,
-            self.counters, logits.stride(0), hidden.stride(0), rows, n,
-            R=tile, ROWS=max(2, _power(-(-rows // GROUP) if group else rows)), num_warps=warps,
+        self.kernels.score_rows[(rows, self.split)](
+            logits, hidden, bias, live, slope, tensors.get("predictor_bias", self.score),
+            tensors.get("energy_mean", self.score), self.budget, self.score, self.places, self.kinds, self.partial,
+            self.arrivals, logits.stride(0), hidden.stride(0), slope.stride(0), rows, n,
+            D=self.hidden, BLOCK=_block(self.hidden), SPLIT=self.split, num_warps=self.warps, **shared,
+        )  # fmt: skip
+        dependent = {"launch_pdl": True} if self.pdl else {}
+        self.kernels.route_rows[(rows,)](
+            logits, bias, self.budget, self.score, self.places, self.kinds, self.partial, self.arrivals, self.runs,
+            out.ids, out.weights, self.counters, logits.stride(0), rows, n,
+            ROWS=max(2, _power(-(-rows // CHUNK) if many else rows)), num_warps=self.warps,
             **self.filling, **shared, **dependent,
         )  # fmt: skip
         return out

@@ -1,7 +1,4 @@
-"""Triton pieces on a tile of R rows and NP experts (powers of two, N experts real): scores, groups, top-K, ranks.
-
-A row lies in one warp, so reductions along it take a few instructions and no shared memory.
-"""
+"""Triton pieces of one row of NP experts, a power of two, N of them real: scores, groups, top-K, order, budget."""
 
 # Triton compiles what it reads here: plain `if` on a constexpr is decided at compile time.
 from __future__ import annotations
@@ -22,17 +19,17 @@ def ordered(value):
 
 
 @triton.jit
-def top_slots(value, allowed, R: tl.constexpr, NP: tl.constexpr, K: tl.constexpr):
-    """[R, NP] int32: 0 for the row's allowed expert with the largest value, ties to the lower index; K for the rest.
+def top_slots(value, allowed, NP: tl.constexpr, K: tl.constexpr):
+    """[NP] int32: 0 for the allowed expert with the largest float32 value, ties to the lower index; K for the rest.
 
     K times the maximum, then the lowest expert that has it: two integer reductions, one instruction each in a warp.
     """
-    expert = tl.arange(0, NP)[None, :]
+    expert = tl.arange(0, NP)
     key = tl.where(allowed, ordered(value), LOWEST)
-    slot = tl.full([R, NP], K, tl.int32)
+    slot = tl.full([NP], K, tl.int32)
     for k in tl.static_range(0, K):
-        best = tl.max(key, 1)[:, None]
-        lowest = tl.min(tl.where(key == best, expert, NP), 1)[:, None]
+        best = tl.max(key, 0)
+        lowest = tl.min(tl.where(key == best, expert, NP), 0)
         taken = (expert == lowest) & (best > LOWEST)
         slot = tl.where(taken, k, slot)
         key = tl.where(taken, LOWEST, key)
@@ -40,21 +37,20 @@ def top_slots(value, allowed, R: tl.constexpr, NP: tl.constexpr, K: tl.constexpr
 
 
 @triton.jit
-def in_order(choice, NP: tl.constexpr):
-    """[R, NP] int64, a row's experts best first: the choice's order, then 511 - expert in the lowest nine bits."""
-    expert = tl.arange(0, NP)[None, :]
-    key = (ordered(choice).to(tl.int64) << INDEX_BITS) | (511 - expert).to(tl.int64)
-    return tl.sort(key, dim=1, descending=True)
+def best_expert(value, allowed, NP: tl.constexpr):
+    """The allowed expert with the largest float32 value, ties to the lower index; 0 if none is allowed."""
+    expert = tl.arange(0, NP)
+    key = tl.where(allowed, ordered(value), LOWEST)
+    best = tl.max(key, 0)
+    return tl.where(best > LOWEST, tl.min(tl.where(key == best, expert, NP), 0), 0)
 
 
 @triton.jit
-def best_expert(value, allowed, NP: tl.constexpr):
-    """[R]: the row's allowed expert with the largest value, ties to the lower index; 0 if none is allowed."""
-    expert = tl.arange(0, NP)[None, :]
-    key = tl.where(allowed, ordered(value), LOWEST)
-    best = tl.max(key, 1)
-    found = tl.min(tl.where(key == best[:, None], expert, NP), 1)
-    return tl.where(best > LOWEST, found, 0)
+def by_choice(choice, NP: tl.constexpr):
+    """[NP] int32: the experts, best first, ties to the lower index. Value and index share one 64-bit key."""
+    expert = tl.arange(0, NP)
+    key = (ordered(choice).to(tl.int64) << INDEX_BITS) | (511 - expert).to(tl.int64)
+    return 511 - (tl.sort(key, descending=True) & 511).to(tl.int32)
 
 
 @triton.jit
@@ -70,9 +66,9 @@ def largest(total, candidate, most, NP: tl.constexpr):
     key = tl.where(candidate, key, -1)
     upper = (key >> 32).to(tl.int32)
     kept = tl.sum(candidate.to(tl.int32), 0)
+    aim = tl.minimum(kept, tl.maximum(most, 0))
     middle = tl.min(tl.where(candidate, upper, 2147483647), 0).to(tl.int64) << 32
     low, high = middle, (tl.max(upper, 0).to(tl.int64) + 1) << 32
-    aim = tl.minimum(kept, tl.maximum(most, 0))
     while kept != aim:  # low: more than enough reach it; high: too few do
         middle = low + ((high - low) >> 1)
         kept = tl.sum((key >= middle).to(tl.int32), 0)
@@ -83,57 +79,50 @@ def largest(total, candidate, most, NP: tl.constexpr):
 
 @triton.jit
 def close_groups(
-    choice, N, R: tl.constexpr, NP: tl.constexpr, GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr,
-    GP: tl.constexpr,
-):  # fmt: skip
+    choice, N, NP: tl.constexpr, GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr, GP: tl.constexpr
+):
     """-inf outside the OPEN best of GROUPS equal groups; a group counts by its best value, or the sum of two."""
-    expert, group = tl.arange(0, NP)[None, :], tl.arange(0, GP)[None, :]
-    home = expert // (N // GROUPS)
-    value = tl.full([R, GP], -float("inf"), tl.float32)
-    for g in tl.static_range(0, GROUPS):
-        inside = tl.where(home == g, choice, -float("inf"))
-        best = tl.max(inside, 1)
-        if TOP2:
-            first = tl.min(tl.where(inside == best[:, None], expert, NP), 1)
-            best = best + tl.max(tl.where(expert == first[:, None], -float("inf"), inside), 1)
-        value = tl.where(group == g, best[:, None], value)
-    opened = (top_slots(value, group < GROUPS, R, GP, OPEN) < OPEN).to(tl.int32)
-    for g in tl.static_range(0, GROUPS):
-        is_open = tl.max(tl.where(group == g, opened, 0), 1)[:, None]
-        choice = tl.where((home == g) & (is_open == 0), -float("inf"), choice)
-    return choice
+    expert, group = tl.arange(0, NP), tl.arange(0, GP)
+    inside = (expert // (N // GROUPS))[None, :] == group[:, None]  # [GP, NP]
+    values = tl.where(inside, choice[None, :], -float("inf"))
+    value = tl.max(values, 1)
+    if TOP2:
+        best = tl.argmax(values, 1, tie_break_left=True)
+        second = tl.max(tl.where(expert[None, :] == best[:, None], -float("inf"), values), 1)
+        value = value + second
+    opened = top_slots(value, group < GROUPS, GP, OPEN) < OPEN
+    open_expert = tl.sum((inside & opened[:, None]).to(tl.int32), 0) > 0
+    return tl.where(open_expert, choice, -float("inf"))
 
 
 @triton.jit
 def row_scores(
-    logits, bias, row, stride, T, N, R: tl.constexpr, NP: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
+    logits, bias, N, NP: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
     GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
-    """Rows [R] of the logits -> (probs, choice) [R, NP] float32 and whether all logits of a row are finite [R]."""
-    expert = tl.arange(0, NP)[None, :]
+    """Logits [N] at a pointer -> (probs, choice) [NP] float32 and whether all logits are finite."""
+    expert = tl.arange(0, NP)
     real = expert < N
-    there = real & (row < T)[:, None]
-    x = tl.load(logits + row[:, None] * stride + expert, mask=there, other=-float("inf")).to(tl.float32)
-    # inf - inf and NaN - NaN are NaN, and NaN != 0
-    bad = tl.max((there & ((x - x) != 0)).to(tl.int32), 1)
+    x = tl.load(logits + expert, mask=real, other=-float("inf")).to(tl.float32)
+    bad = tl.max((real & ((x - x) != 0)).to(tl.int32), 0)  # inf - inf and NaN - NaN are NaN, and NaN != 0
     if SIGMOID:
         probs = 1.0 / (1.0 + tl.exp(-x))
     else:
-        top = tl.max(ordered(x), 1)
-        power = tl.exp(x - (top ^ ((top >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)[:, None])
-        probs = power / tl.sum(power, 1)[:, None]
+        top = tl.max(ordered(x), 0)
+        power = tl.exp(x - (top ^ ((top >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
+        probs = power / tl.sum(power, 0)
     probs = tl.where(real, probs, 0.0)
     choice = probs
     if HAS_BIAS:
         choice += tl.load(bias + expert, mask=real, other=0.0).to(tl.float32)
-    choice = tl.where((bad == 0)[:, None], choice, 0.0)  # NaN has no rank; the row does not vote anyway
+    choice = tl.where(bad == 0, choice, 0.0)  # NaN has no rank; the row does not vote anyway
     choice = tl.where(real, choice, -float("inf"))
     if GROUPS > 1:
-        choice = close_groups(choice, N, R, NP, GROUPS, OPEN, TOP2, GP)
+        choice = close_groups(choice, N, NP, GROUPS, OPEN, TOP2, GP)
     return probs, choice, bad == 0
 
 
 @triton.jit
-def over_mass(probs, chosen):
-    """[R] sum of the chosen probs, never 0."""
-    return tl.maximum(tl.sum(tl.where(chosen, probs, 0.0), 1), TINY)
+def mass_of(probs, chosen):
+    """The sum of the chosen probs, never 0."""
+    return tl.maximum(tl.sum(tl.where(chosen, probs, 0.0), 0), TINY)
