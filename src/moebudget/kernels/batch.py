@@ -13,7 +13,7 @@ VOTES: tl.constexpr = tl.constexpr(1)
 KEEPS: tl.constexpr = tl.constexpr(2)
 BROKEN: tl.constexpr = tl.constexpr(3)
 FIELDS: tl.constexpr = tl.constexpr(16)  # counters of a row, the ten of the runtime and padding
-CHUNK: tl.constexpr = tl.constexpr(16)  # rows that are added up at a time
+STEP: tl.constexpr = tl.constexpr(16)  # rows that are looked at together
 
 
 @triton.jit
@@ -28,9 +28,9 @@ def add_rows(values, rows, NP: tl.constexpr, ROWS: tl.constexpr):
 @triton.jit
 def has_below(places, limit, rows, NP: tl.constexpr):
     """[NP] bool: experts that some row holds at a place below the limit."""
-    row, expert = tl.arange(0, CHUNK), tl.arange(0, NP)
+    row, expert = tl.arange(0, STEP), tl.arange(0, NP)
     found = tl.zeros([NP], tl.int32)
-    for start in range(0, rows, CHUNK):
+    for start in range(0, rows, STEP):
         cell = places + (start + row)[:, None] * NP + expert[None, :]
         place = tl.load(cell, mask=(start + row < rows)[:, None], other=127, cache_modifier=".cg").to(tl.int32)
         found = tl.maximum(found, tl.max((place < limit).to(tl.int32), 0))
@@ -45,8 +45,8 @@ def settle(
     """Rows that run nothing name the best expert that another row runs; counts the experts that are run."""
     expert, field, slot = tl.arange(0, NP), tl.arange(0, FIELDS), tl.arange(0, NP)
     run = tl.zeros([NP], tl.int32)
-    for start in range(0, T, CHUNK):
-        _, some = add_rows(runs + start * NP, T - start, NP, CHUNK)
+    for start in range(0, T, STEP):
+        _, some = add_rows(runs + start * NP, T - start, NP, STEP)
         run = tl.maximum(run, some.to(tl.int32))
     for row in range(0, T):
         kind = tl.load(kinds + row).to(tl.int32)

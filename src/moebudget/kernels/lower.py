@@ -24,7 +24,8 @@ RULES: dict[type, str] = {  # names in `route`
     GateMass: "GATE",
 }  # fmt: skip
 MOST_EXPERTS, MOST_ROUTES = 512, 16
-CHUNK = 16  # rows that the first launch adds up together, where there are more than that; as in `batch`
+CHUNK = 16  # rows that the first launch adds up together, where there are more; twice as many beyond WIDE rows
+WIDE = 64
 NO_LIMIT = 2**30
 
 
@@ -180,8 +181,8 @@ class FusedRouter:
         live = self.everyone[:rows] if live is None else live
         tensors = self.stats.tensors
         slope = tensors.get("predictor_weight", self.score)
-        many = rows > CHUNK
-        shared = {"HAS_BIAS": bias is not None, "SHARED": many, "PDL": self.pdl, **self.router, **self.rule}
+        chunk = 0 if rows <= CHUNK else CHUNK if rows <= WIDE else 2 * CHUNK
+        shared = {"HAS_BIAS": bias is not None, "CHUNK": chunk, "PDL": self.pdl, **self.router, **self.rule}
         bias = logits if bias is None else bias  # a pointer that is not read
         self.kernels.score_rows[(rows, self.split)](
             logits, hidden, bias, live, slope, tensors.get("predictor_bias", self.score),
@@ -193,7 +194,7 @@ class FusedRouter:
         self.kernels.route_rows[(rows,)](
             logits, bias, self.budget, self.score, self.places, self.kinds, self.partial, self.arrivals, self.runs,
             out.ids, out.weights, self.counters, logits.stride(0), rows, n,
-            ROWS=max(2, _power(-(-rows // CHUNK) if many else rows)), num_warps=self.warps,
+            ROWS=max(2, _power(-(-rows // chunk) if chunk else rows)), num_warps=self.warps,
             **self.filling, **shared, **dependent,
         )  # fmt: skip
         return out

@@ -12,7 +12,6 @@ import triton.language as tl
 
 from moebudget.kernels.batch import (
     BROKEN,
-    CHUNK,
     FIELDS,
     KEEPS,
     PADDING,
@@ -42,12 +41,12 @@ def score_rows(
     D: tl.constexpr, NP: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr,
     GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr, GP: tl.constexpr,
-    RULE: tl.constexpr, K0: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    RULE: tl.constexpr, K0: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (t, s): score [t, :] float32 of row t, -1 where it has none, and what kind of row it is.
 
     With SPLIT > 1 (BASE) every program of a row finds its routes by itself and predicts the energy of each SPLIT-th.
-    SHARED: the last program of every CHUNK rows adds them up: partial [t // CHUNK, :] float64, -1 where none has a
+    CHUNK > 0: the last program of every CHUNK rows adds them up: partial [t // CHUNK, :] float64, -1 where none has a
     score. GATE: places [t, :] int8 of the row's routes, K elsewhere.
     """
     row, part = tl.program_id(0), tl.program_id(1)
@@ -105,7 +104,7 @@ def score_rows(
     if part == 0:
         sound = finite & (tl.sum(nonzero, 0) == 0)
         tl.store(kinds + row, tl.where((kind != PADDING) & (sound == 0), BROKEN, kind).to(tl.int8))
-    if SHARED:
+    if CHUNK > 0:
         chunk = row // CHUNK
         programs = tl.minimum(CHUNK, T - chunk * CHUNK) * SPLIT
         tl.debug_barrier()
@@ -119,7 +118,7 @@ def score_rows(
 def route_rows(
     logits, bias, budget, score, places, kinds, partial, arrivals, runs, ids, weights, counters,
     logits_stride, T, N,
-    NP: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, SHARED: tl.constexpr,
+    NP: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr,
     GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr, GP: tl.constexpr,
     RULE: tl.constexpr, K0: tl.constexpr, ADDITIVE: tl.constexpr, HAS_BUDGET: tl.constexpr,
@@ -127,7 +126,7 @@ def route_rows(
 ):  # fmt: skip
     """Program t: the batch's active set, then ids [t, K] int64, weights [t, K] float32 and counters of row t.
 
-    ROWS is a power of two from the number of rows, or with SHARED of chunks, up.
+    ROWS is a power of two from the number of rows, or of chunks, up.
     """
     row = tl.program_id(0)
     expert, place, field = tl.arange(0, NP), tl.arange(0, NP), tl.arange(0, FIELDS)
@@ -143,7 +142,7 @@ def route_rows(
         tl.extra.cuda.gdc_wait()
 
     kind = tl.load(kinds + row, cache_modifier=".cg").to(tl.int32)
-    if SHARED:
+    if CHUNK > 0:
         total, union = add_rows(partial, (T + CHUNK - 1) // CHUNK, NP, ROWS)
     else:
         total, union = add_rows(score, T, NP, ROWS)
