@@ -176,10 +176,11 @@ def routing_table(rows: list[Row]) -> str:
     last = {(r["model"], r["policy"], r["T"]): r for r in rows if r["bench"] == "routing"}
     cells = []
     for r in last.values():
-        times = [r["us_native"], r["us_total"], r["us_added"], r["us_torch"], r["us_floor"]]
+        times = [r[f"us_{name}"] for name in ("native", "total", "added", "torch", "compiled", "floor")]
         shape = [str(r[key]) for key in ("N", "K", "d", "T")]
-        cells.append([r["model"], f"`{r['policy']}`", *shape, *(f"{t:.1f}" for t in times)])
-    heads = ["model", "policy", "N", "K", "d", "T", "native router", "fused, all", "added", "torch form", "floor"]
+        cells.append([r["model"], f"`{r['policy']}`", *shape, *("" if t is None else f"{t:.1f}" for t in times)])
+    heads = ["model", "policy", "N", "K", "d", "T", "native router", "fused, all", "added", "torch form"]
+    heads += ["torch.compile", "floor"]
     check = [r for r in rows if r["bench"] == "routing_check"][-1]
     first = next(iter(last.values()))
     return "\n\n".join(
@@ -189,8 +190,9 @@ def routing_table(rows: list[Row]) -> str:
             "top. The floor is an empty kernel plus the bytes that must move.",
             table(heads, cells, left=2),
             f"Check on the GPU: {check['steps']:,} steps of {check['cases']} of {check['all_cases']} cases (shapes, "
-            f"router kinds, policies), {check['steps_with_other_ids']} with other ids than the torch form, weights "
-            f"within {check['largest_weight_error']:.0e}; {check['replays']:,} replays of a graph, "
+            f"router kinds, policies), {check['steps_with_other_ids']} with other ids than the torch form, in "
+            f"{check['of_them_with_tied_sums']} of which the last sum kept and the first left out are equal up to "
+            f"rounding; weights within {check['largest_weight_error']:.0e}; {check['replays']:,} replays of a graph, "
             f"{check['replays_with_other_ids']} with other ids than the first.",
             origin(first, "routing.jsonl"),
         ]

@@ -24,8 +24,8 @@ RULES: dict[type, str] = {  # names in `route`
     GateMass: "GATE",
 }  # fmt: skip
 MOST_EXPERTS, MOST_ROUTES = 512, 16
-CHUNK = 16  # rows that the first launch adds up together, where there are more; twice as many beyond WIDE rows
-WIDE = 64
+CHUNK = 16  # rows that the first launch adds up together, where there are more
+WIDE = 1024  # programs of the first launch from which it adds up twice as many
 NO_LIMIT = 2**30
 
 
@@ -181,7 +181,7 @@ class FusedRouter:
         live = self.everyone[:rows] if live is None else live
         tensors = self.stats.tensors
         slope = tensors.get("predictor_weight", self.score)
-        chunk = 0 if rows <= CHUNK else CHUNK if rows <= WIDE else 2 * CHUNK
+        chunk = 0 if rows <= CHUNK else CHUNK if rows * self.split < WIDE else 2 * CHUNK
         shared = {"HAS_BIAS": bias is not None, "CHUNK": chunk, "PDL": self.pdl, **self.router, **self.rule}
         bias = logits if bias is None else bias  # a pointer that is not read
         self.kernels.score_rows[(rows, self.split)](
