@@ -127,6 +127,25 @@ def test_row_that_keeps_its_routes_is_changed_or_votes(kind: str, text: str) -> 
     torch.testing.assert_close(found.weights, weights, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
+def test_row_without_a_loss_gets_other_numbers_than_the_model_gave() -> None:
+    """The given weights are marked, so that a recomputed one shows; ids come in another order and type."""
+    problem = garbage(make_problem("softmax_renorm", 5, 12, 3))
+    policy, state = parse("base:budget=6"), torch.tensor([1, 0, 1, 2, 1], dtype=torch.int8)
+    voting = dataclasses.replace(problem, live=state == 1)
+    wanted, own = policy(voting.batch, problem.stats), dataclasses.replace(problem, live=None).batch
+    given = Routing(own.ids.flip(-1).to(torch.int32).to(DEVICE), own.weights.flip(-1).mul(1.5).to(DEVICE))
+    out = Routing(torch.full_like(given.ids, -7), torch.full_like(given.weights, 1e30))
+    router, to = router_of(problem, policy), [x.to(DEVICE) for x in (problem.hidden, problem.logits, state)]
+    router(*to, out=out, routes=given)
+    same = torch.tensor([torch.equal(a.sort().values, b.sort().values) for a, b in zip(wanted.ids, own.ids)])
+    same = (same & (state == 1) & ~wanted.weights.isnan().any(-1)) | (state == 2)
+    assert same.tolist().count(True) > 1
+    assert not same.all()
+    for found, theirs, ours in ((out.ids, given.ids, wanted.ids), (out.weights, given.weights, wanted.weights)):
+        ours = torch.where(same[:, None], theirs.cpu().to(ours.dtype), ours)
+        torch.testing.assert_close(found.cpu().to(ours.dtype), ours, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
 def test_equal_sums_keep_other_than_the_lowest_experts() -> None:
     problem = make_problem("softmax_renorm", 3, 12, 4)
     equal, policy = dataclasses.replace(problem, logits=torch.ones(3, 12)), parse("squared:budget=2")

@@ -53,7 +53,11 @@ def settle(
         if (kind != VOTES) & (kind != KEEPS):
             probs, _, _ = row_scores(logits + row * logits_stride, logits, N, NP, SIGMOID, False, 1, 1, False, 2)
             lone = best_expert(tl.where(probs == probs, probs, 0.0), (run > 0) & (expert < N), NP)
-            tl.store(ids + row * K + slot, tl.zeros([NP], tl.int64) + lone, mask=slot < K)
+            tl.store(
+                ids + row * K + slot,
+                tl.zeros([NP], ids.dtype.element_ty) + lone.to(ids.dtype.element_ty),
+                mask=slot < K,
+            )
     if COUNT:
         count = tl.sum(run, 0)
         book = tl.load(counters + field, cache_modifier=".cg")

@@ -163,13 +163,16 @@ class FusedRouter:
         live: Tensor | None = None,
         bias: Tensor | None = None,
         out: Routing | None = None,
+        routes: Routing | None = None,
     ) -> Routing:
         """hidden [T, d], logits [T, N], live [T], bias [N] -> ids [T, K] int64, weights [T, K] float32.
 
         live (bool or int8; None: all 1): 0 padding, 1 a row that votes, 2 a row that keeps the model's own routes.
+        routes: what the model itself computed; rows that lose none of their routes get them as they are, bit for bit.
+        `out` may have ids of another integer type.
         """
         rows, n = logits.shape
-        self._check(hidden, logits, live, bias)
+        self._check(hidden, logits, live, bias, out, routes)
         if out is None:
             k = self.spec.top_k
             out = Routing(
@@ -190,25 +193,42 @@ class FusedRouter:
             self.arrivals, logits.stride(0), hidden.stride(0), slope.stride(0), rows, n,
             D=self.hidden, BLOCK=_block(self.hidden), SPLIT=self.split, num_warps=self.warps, **shared,
         )  # fmt: skip
+        own = out if routes is None else routes
         dependent = {"launch_pdl": True} if self.pdl else {}
         self.kernels.route_rows[(rows,)](
             logits, bias, self.budget, self.score, self.places, self.kinds, self.partial, self.arrivals, self.runs,
-            out.ids, out.weights, self.counters, logits.stride(0), rows, n,
-            ROWS=max(2, _power(-(-rows // chunk) if chunk else rows)), num_warps=self.warps,
+            own.ids, own.weights, out.ids, out.weights, self.counters, logits.stride(0), rows, n,
+            ROUTED=routes is not None, ROWS=max(2, _power(-(-rows // chunk) if chunk else rows)), num_warps=self.warps,
             **self.filling, **shared, **dependent,
         )  # fmt: skip
         return out
 
-    def _check(self, hidden: Tensor, logits: Tensor, live: Tensor | None, bias: Tensor | None) -> None:
-        rows = logits.shape[0]
-        wanted = {"logits": (rows, self.spec.num_experts), "hidden": (rows, self.hidden), "live": (rows,)}
-        wanted["bias"] = (self.spec.num_experts,)
-        for name, tensor in (("logits", logits), ("hidden", hidden), ("live", live), ("bias", bias)):
+    def _check(
+        self,
+        hidden: Tensor,
+        logits: Tensor,
+        live: Tensor | None,
+        bias: Tensor | None,
+        out: Routing | None,
+        routes: Routing | None,
+    ) -> None:
+        rows, n = logits.shape[0], self.spec.num_experts
+        given: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
+            "logits": (logits, (rows, n)),
+            "hidden": (hidden, (rows, self.hidden)),
+            "live": (live, (rows,)),
+            "bias": (bias, (n,)),
+        }
+        for name, routing in (("out", out), ("routes", routes)):
+            for part in ("ids", "weights") if routing is not None else ():
+                given[f"{name}.{part}"] = (getattr(routing, part), (rows, self.spec.top_k))
+        for name, (tensor, shape) in given.items():
             if tensor is None:
                 continue
-            if tuple(tensor.shape) != wanted[name]:
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, this layer expects {wanted[name]}")
-            if tensor.numel() and tensor.stride(-1) != 1:
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, this layer expects {shape}")
+            strides = tensor.is_contiguous() if "." in name else tensor.stride(-1) == 1
+            if tensor.numel() and not strides:
                 raise ValueError(f"{name} must be contiguous in its last dimension; its strides are {tensor.stride()}")
         if rows > self.max_rows:
             raise ValueError(f"{rows} rows exceed max_rows={self.max_rows}, for which the buffers were made")

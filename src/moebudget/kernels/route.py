@@ -116,17 +116,18 @@ def score_rows(
 
 @triton.jit
 def route_rows(
-    logits, bias, budget, score, places, kinds, partial, arrivals, runs, ids, weights, counters,
-    logits_stride, T, N,
+    logits, bias, budget, score, places, kinds, partial, arrivals, runs, own_ids, own_weights, ids, weights,
+    counters, logits_stride, T, N,
     NP: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr,
     GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr, GP: tl.constexpr,
     RULE: tl.constexpr, K0: tl.constexpr, ADDITIVE: tl.constexpr, HAS_BUDGET: tl.constexpr,
-    DROP: tl.constexpr, EXECUTED: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
+    DROP: tl.constexpr, EXECUTED: tl.constexpr, ROUTED: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program t: the batch's active set, then ids [t, K] int64, weights [t, K] float32 and counters of row t.
+    """Program t: the batch's active set, then ids [t, K], weights [t, K] float32 and counters of row t.
 
-    ROWS is a power of two from the number of rows, or of chunks, up.
+    ROWS is a power of two from the number of rows, or of chunks, up. ROUTED: a row that loses no route gets the given
+    own_ids and own_weights, as they are.
     """
     row = tl.program_id(0)
     expert, place, field = tl.arange(0, NP), tl.arange(0, NP), tl.arange(0, FIELDS)
@@ -185,10 +186,18 @@ def route_rows(
         scale = scale / divisor
     empty = own & ((allowed == 0) if DROP else (place >= count))
     rest = tl.where(kind == BROKEN, float("nan"), tl.where(rescued & (place == 0), alone * scale, 0.0))
-    tl.store(ids + row * K + slot, at.to(tl.int64), mask=used)
-    tl.store(weights + row * K + slot, ranked * scale, mask=used)
-    tl.store(ids + row * K + place, tl.zeros([NP], tl.int64) + first, mask=empty)
-    tl.store(weights + row * K + place, rest, mask=empty)
+    row_ids, row_weights, kind_of_id = ids + row * K, weights + row * K, ids.dtype.element_ty
+    changed = True
+    if ROUTED:
+        changed = (tl.sum((own & (allowed == 0)).to(tl.int32), 0) > 0) | (kind == BROKEN)
+    if changed:
+        tl.store(row_ids + slot, at.to(kind_of_id), mask=used)
+        tl.store(row_weights + slot, ranked * scale, mask=used)
+        tl.store(row_ids + place, (place * 0 + first).to(kind_of_id), mask=empty)
+        tl.store(row_weights + place, rest, mask=empty)
+    else:
+        tl.store(row_ids + place, tl.load(own_ids + row * K + place, mask=own).to(kind_of_id), mask=own)
+        tl.store(row_weights + place, tl.load(own_weights + row * K + place, mask=own), mask=own)
 
     ran = used | (rescued & (at == lone))
     if COUNT:
