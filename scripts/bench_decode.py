@@ -1,0 +1,44 @@
+#!/usr/bin/env python3
+"""`moebudget bench decode` for a checkout without the command line's packages.
+
+python scripts/bench_decode.py qwen3-30b --batch 16 --budget 10 16 24 32 48 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+from moebudget import provenance
+from moebudget.bench.decode import BATCHES, BUDGETS, run_decode
+
+
+def main() -> None:
+    ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    ap.add_argument("model")
+    ap.add_argument("--policy", default="base:budget=16")
+    ap.add_argument("--budget", nargs="*", type=int, default=BUDGETS)
+    ap.add_argument("--batch", nargs="*", type=int, default=BATCHES)
+    ap.add_argument("--tokens", type=int, default=384)
+    ap.add_argument("--prompt", type=int, default=128)
+    ap.add_argument("--stats")
+    ap.add_argument("--union", type=float)
+    ap.add_argument("--no-off", action="store_true")
+    ap.add_argument("--engine", type=json.loads, default={}, help="further arguments of vLLM's LLM, as JSON")
+    ap.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/decode.jsonl")
+    a = ap.parse_args()
+    rows = run_decode(
+        a.model, a.policy, a.budget, a.batch, prompt=a.prompt, tokens=a.tokens, stats=a.stats, union=a.union,
+        off=not a.no_off, **a.engine,
+    )  # fmt: skip
+    provenance.append_rows(a.results, rows)
+    for row in rows:
+        print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items() if k not in ("versions",)})
+
+
+if __name__ == "__main__":
+    main()

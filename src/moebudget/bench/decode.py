@@ -1,0 +1,232 @@
+"""Decode speed in vLLM, offline: dense and at several budgets in one engine, without the plugin in another.
+
+The time of a step is a line in the experts fetched, t = a + b * fetched. Random routers spread tokens evenly and fetch
+more than trained ones (82 of 128 at 16 rows for Qwen3-30B-A3B's sizes, where the trained model fetches 48.8), so the
+line is also read at the native union of a trained model.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moebudget import provenance
+from moebudget.bench.sizes import SIZES, UNIONS, moe_facts
+from moebudget.presets import parse
+from moebudget.stats import Stats
+
+BUDGETS, BATCHES = (10, 16, 24, 32, 48, 64), (16,)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one engine runs: B requests of `prompt` tokens each, `tokens` decoded, whatever they are."""
+
+    model: str  # a folder with config.json, and weights unless `random`
+    random: bool
+    batches: tuple[int, ...]
+    prompt: int = 128
+    tokens: int = 384
+    repeats: int = 2  # the fastest counts
+    engine: tuple[tuple[str, Any], ...] = ()  # further arguments of vLLM's LLM
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One batch size at one budget; None: as the engine was started without the plugin."""
+
+    batch: int
+    budget: int | None
+    tpot_ms: float  # of a step, without the prompt
+    tokens_per_s: float  # end to end, prompt included
+    fetched: float | None = None  # distinct experts a layer and step
+    native_union: float | None = None
+    most: float | None = None
+    path: str = ""
+    expert_bytes: int = 0
+    layers: int = 0
+
+
+def decode(plan: Plan, policy: str | None, stats: str | None, budgets: Sequence[int]) -> list[Timing]:
+    """Start one engine and time every batch size at every budget. Without a policy the plugin stays out."""
+    from vllm import LLM, SamplingParams
+
+    extra: dict[str, Any] = {}
+    if policy is not None:
+        extra = {"moebudget": {"policy": policy, **({} if stats is None else {"stats": stats})}}
+    llm = LLM(
+        model=plan.model,
+        load_format="dummy" if plan.random else "auto",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=plan.prompt + plan.tokens + 16,
+        max_num_seqs=max(plan.batches),
+        enable_prefix_caching=False,
+        additional_config=extra,
+        seed=0,
+        **dict(plan.engine),
+    )
+    vocabulary = llm.llm_engine.model_config.get_vocab_size()
+
+    def generate(batch: int, tokens: int) -> float:
+        """Seconds for `batch` prompts of their own and `tokens` tokens each."""
+        ids = np.random.default_rng(batch).integers(0, vocabulary, (batch, plan.prompt))
+        prompts = [{"prompt_token_ids": row.tolist()} for row in ids]
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        start = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - start
+
+    found = []
+    for batch in plan.batches:
+        generate(batch, 8)
+        for budget in budgets or (None,):
+            if budget is not None:
+                llm.collective_rpc("moebudget_set", args=(budget,))
+            generate(batch, 4)
+            first = min(generate(batch, 1) for _ in range(plan.repeats))
+            before = None if budget is None else llm.collective_rpc("moebudget_state")[0]
+            whole = min(generate(batch, 1 + plan.tokens) for _ in range(plan.repeats))
+            after = None if budget is None else llm.collective_rpc("moebudget_state")[0]
+            tpot, speed = 1e3 * (whole - first) / plan.tokens, batch * (1 + plan.tokens) / whole
+            found.append(Timing(batch, budget, tpot, speed, **_counts(before, after)))
+    return found
+
+
+def _counts(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any]:
+    """What the plugin counted between two states."""
+    if before is None or after is None:
+        return {}
+    pairs = list(zip(before["per_layer"], after["per_layer"], strict=True))
+    change = {name: [b[name] - a[name] for a, b in pairs] for name in ("steps", "fetched", "native_union")}
+    steps = sum(change["steps"])
+    return {
+        "fetched": sum(change["fetched"]) / steps,
+        "native_union": sum(change["native_union"]) / steps,
+        "most": max(f / s for f, s in zip(change["fetched"], change["steps"], strict=True)),
+        "path": after["path"],
+        "expert_bytes": after["fetched_bytes_per_expert"],
+        "layers": len(pairs),
+    }
+
+
+def fit(timings: Sequence[Timing]) -> tuple[float, float, float]:
+    """(a, b, R2) of tpot_ms = a + b * fetched by least squares, over the settings of one batch size."""
+    x, y = np.array([t.fetched for t in timings]), np.array([t.tpot_ms for t in timings])
+    b, a = np.polyfit(x, y, 1)
+    rest = ((y - (a + b * x)) ** 2).sum()
+    return float(a), float(b), float(1 - rest / ((y - y.mean()) ** 2).sum())
+
+
+def rows_of(
+    plan: Plan, name: str, policy: str, found: Sequence[Timing], off: Sequence[Timing], union: float | None
+) -> Iterator[dict[str, Any]]:
+    """Rows for benchmarks/results/decode.jsonl: one a setting, then one line a batch size."""
+    shared = {"model": name, "weights": "random" if plan.random else "trained", "policy": policy}
+    for batch in plan.batches:
+        mine = [t for t in found if t.batch == batch]
+        without = next((t.tpot_ms for t in off if t.batch == batch), None)
+        dense = max(mine, key=lambda t: t.budget or 0)
+        for t in mine:
+            moved = (t.fetched or 0) * t.expert_bytes * t.layers
+            yield {
+                "bench": "decode", "engine": "vllm", **shared, "B": batch, "M": t.budget, "fetched": t.fetched,
+                "most_in_a_layer": t.most, "native_union": dense.native_union, "tpot_ms": t.tpot_ms,
+                "dense_tpot_ms": dense.tpot_ms, "off_tpot_ms": without, "speedup": dense.tpot_ms / t.tpot_ms,
+                "e2e_tok_s": t.tokens_per_s, "dense_e2e_tok_s": dense.tokens_per_s, "path": t.path,
+                "layers": t.layers, "expert_bytes": t.expert_bytes, "gb_s": moved / t.tpot_ms / 1e6,
+                "prompt": plan.prompt, "tokens": plan.tokens,
+            }  # fmt: skip
+        if len(mine) < 3:
+            continue
+        a, b, r2 = fit(mine)
+        at = dense.native_union if union is None else union
+        speedups = {str(t.budget): (a + b * at) / (a + b * min(t.budget or 0, at)) for t in mine if at}
+        yield {
+            "bench": "decode_fit", "engine": "vllm", **shared, "B": batch, "a_ms": a, "b_ms": b, "r2": r2,
+            "native_union": dense.native_union, "at_union": at, "speedup_at_union": speedups,
+        }  # fmt: skip
+
+
+def _apart(task: Callable[..., list[Timing]], *arguments: Any) -> list[Timing]:
+    """Run in a process of its own, so that the GPU's memory is free again afterwards."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(task, *arguments).result()
+
+
+@contextmanager
+def _model(name: str, policy: str, stats: str | None) -> Iterator[tuple[str, bool, str | None]]:
+    """A folder for vLLM, whether its weights are random, and statistics: given ones, or random as the weights are."""
+    with tempfile.TemporaryDirectory() as folder:
+        if name in SIZES:
+            Path(folder, "config.json").write_text(json.dumps(SIZES[name]))
+            needs = parse(policy).needs
+            if stats is None and needs:
+                random_stats(SIZES[name], needs).save(Path(folder, "stats.safetensors"))
+                stats = str(Path(folder, "stats.safetensors"))
+            yield folder, True, stats
+        else:
+            if not Path(name, "config.json").is_file():
+                raise FileNotFoundError(
+                    f"{name!r} is neither a folder with a config.json nor one of {', '.join(SIZES)}"
+                )
+            yield name, False, stats
+
+
+def random_stats(config: dict[str, Any], needs: frozenset[str]) -> Stats:
+    """Statistics of the right shapes for a model with random weights: they say nothing, and cost what real ones do."""
+    facts, g = moe_facts(config), torch.Generator().manual_seed(0)
+    shape = (len(facts.layers), facts.experts)
+    made = {
+        "predictor_weight": torch.randn(*shape, facts.hidden, generator=g),
+        "predictor_bias": torch.zeros(shape),
+        "energy_mean": torch.ones(shape),
+    }
+    missing = needs - made.keys()
+    if missing:
+        raise ValueError(f"random statistics have no {', '.join(sorted(missing))}; give a file with --stats")
+    return Stats(facts, {name: made[name] for name in sorted(needs)}, {"model": "random"})
+
+
+def run_decode(
+    name: str,
+    policy: str = "base:budget=16",
+    budgets: Sequence[int] = BUDGETS,
+    batches: Sequence[int] = BATCHES,
+    *,
+    prompt: int = 128,
+    tokens: int = 384,
+    stats: str | None = None,
+    union: float | None = None,
+    off: bool = True,
+    **engine: Any,
+) -> list[dict[str, Any]]:
+    """Time a model of `sizes.SIZES` with random weights, or a checkpoint folder. Returns the rows.
+
+    The number of experts is added to the budgets: that is the dense model. `off` starts a second engine without the
+    plugin. Raises ValueError for a policy without a budget, FileNotFoundError for a folder that is none.
+    """
+    if parse(policy).budget is None:
+        raise ValueError(f"policy {policy!r} has no budget to sweep; use one that has, such as base:budget=16")
+    union = UNIONS.get(name) if union is None else union
+    with _model(name, policy, stats) as (folder, random, file):
+        config = json.loads(Path(folder, "config.json").read_text())
+        plan = Plan(folder, random, tuple(batches), prompt, tokens, engine=tuple(engine.items()))
+        every = sorted({*budgets, moe_facts(config).experts}, reverse=True)
+        found = _apart(decode, plan, policy, file, every)
+        without = _apart(decode, plan, None, None, ()) if off else []
+    rows = rows_of(plan, Path(name).name, policy, found, without, union)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    stamp = {"gpu": provenance.device_name(device), **provenance.stamp(device)}
+    return [{**row, **stamp} for row in rows]
