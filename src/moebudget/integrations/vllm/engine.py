@@ -151,7 +151,7 @@ class Engine:
         spec, method = self.layers[0].spec, type(self.layers[0].runner.routed_experts.quant_method).__name__
         return (
             f"moebudget: {self.settings.policy.name}{shown} on {len(self.layers)} layers of {spec.num_experts} "
-            f"experts, {spec.top_k} a token; {self._path} path, experts by {method}, {self.fetched_bytes} bytes fetched an "
+            f"experts, {spec.top_k} a token; {self._path} path, experts by {method}, {self.fetched_bytes} bytes an "
             f"expert{'' if self.settings.enabled else '; off until enabled'}"
         )
 
