@@ -18,7 +18,7 @@ PLAIN = {
     "dtype": "bfloat16",
     "max_model_len": 256,
     "max_num_batched_tokens": 64,
-    "max_num_seqs": 8,
+    "max_num_seqs": 6,
     "enable_prefix_caching": False,
     "seed": 0,
 }

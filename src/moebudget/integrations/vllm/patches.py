@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from moebudget.integrations.vllm.board import Board, decoding
+from moebudget.integrations.vllm.board import Board, check_extra_args, decoding
 from moebudget.integrations.vllm.config import KEY, read_settings
 from moebudget.integrations.vllm.layout import check_layout, check_version
 
@@ -45,6 +45,19 @@ def patch_config(module: ModuleType) -> None:
         return __post_init__
 
     wrap(module.VllmConfig, "__post_init__", around)
+
+
+def patch_sampling_params(module: ModuleType) -> None:
+    """SamplingParams: a wish to opt out that is no boolean is an error of the request."""
+
+    def around(original: Method) -> Method:
+        def _verify_args(self: Any) -> None:
+            original(self)
+            check_extra_args(self.extra_args)
+
+        return _verify_args
+
+    wrap(module.SamplingParams, "_verify_args", around)
 
 
 def patch_kernel_choice(module: ModuleType) -> None:

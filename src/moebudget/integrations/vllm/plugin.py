@@ -15,6 +15,7 @@ _ROOM = "moebudget.integrations.vllm"
 # A module of vLLM -> the function that patches it, called once right after the module has been loaded.
 PATCHES = {
     "vllm.config.vllm": f"{_ROOM}.patches:patch_config",
+    "vllm.sampling_params": f"{_ROOM}.patches:patch_sampling_params",
     "vllm.model_executor.layers.fused_moe.modular_kernel": f"{_ROOM}.patches:patch_kernel_choice",
     "vllm.model_executor.layers.fused_moe.runner.moe_runner": f"{_ROOM}.patches:patch_moe_runner",
     "vllm.v1.worker.gpu_worker": f"{_ROOM}.patches:patch_worker",
