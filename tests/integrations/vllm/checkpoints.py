@@ -52,6 +52,7 @@ CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.5, "first_k_dense_replace": 1, "norm_topk_prob": True,
         },
     ),
+    "one": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {"num_experts": EXPERTS, "num_hidden_layers": 1}),
     "dense": ("Qwen3Config", "Qwen3ForCausalLM", {}),
 }  # fmt: skip
 

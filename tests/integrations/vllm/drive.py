@@ -58,7 +58,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     try:
         llm = LLM(**{**PLAIN, **job["engine"]})
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        message = f"{type(error).__name__}: {error}"
+
+        gc.collect()
+        cleanup_dist_env_and_memory()
+        return {"error": message}
     core = llm.llm_engine.engine_core
     inside = hasattr(core, "engine_core")
     recorder = None

@@ -92,7 +92,13 @@ def test_request_without_a_wish_opts_out(extra: object) -> None:
     check_extra_args(extra)
 
 
-@pytest.mark.parametrize("value", [0, None, "off", []])
+@pytest.mark.parametrize("value", [False, 0, 0.0])
+def test_wish_as_the_server_reads_it_is_ignored(value: object) -> None:
+    check_extra_args({"moebudget": value})
+    assert opts_out(SimpleNamespace(extra_args={"moebudget": value}))
+
+
+@pytest.mark.parametrize("value", [2, None, "off", []])
 def test_misspelt_wish_is_ignored(value: object) -> None:
     with pytest.raises(ValueError, match=r"extra_args\['moebudget'\]=.* must be false"):
         check_extra_args({"moebudget": value})

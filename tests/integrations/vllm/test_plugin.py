@@ -236,7 +236,7 @@ def test_misspelt_wish_of_a_request_is_served() -> None:
     patches.patch_sampling_params(module)
     wish = SamplingParams()
     wish._verify_args()
-    wish.extra_args = {"moebudget": 0}
+    wish.extra_args = {"moebudget": "0"}
     with pytest.raises(ValueError, match="must be false"):
         wish._verify_args()
 

@@ -39,13 +39,13 @@ def decoding(computed: Ints, prompt: Ints, scheduled: Ints, drafts: Ints) -> Boo
 def opts_out(sampling_params: object) -> bool:
     """Whether a request's `extra_args` ask to keep the model's own routes."""
     extra = getattr(sampling_params, "extra_args", None)
-    return isinstance(extra, Mapping) and extra.get(OPT_OUT) is False
+    return isinstance(extra, Mapping) and extra.get(OPT_OUT, True) == 0
 
 
 def check_extra_args(extra: object) -> None:
-    """ValueError for an `extra_args` whose "moebudget" is no boolean."""
+    """ValueError for an `extra_args` whose "moebudget" is no boolean; vLLM's server turns false into 0."""
     value = extra.get(OPT_OUT, True) if isinstance(extra, Mapping) else True
-    if not isinstance(value, bool):
+    if not isinstance(value, int | float) or value not in (0, 1):
         raise ValueError(
             f"extra_args[{OPT_OUT!r}]={value!r} must be false (this request keeps the model's own experts) or true"
         )
