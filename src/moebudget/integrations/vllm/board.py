@@ -33,7 +33,8 @@ def classify(lengths: Ints, votes: Bools, size: int) -> tuple[npt.NDArray[np.int
 
 def decoding(computed: Ints, prompt: Ints, scheduled: Ints, drafts: Ints) -> Bools:
     """[R]: requests whose prompt is read and that feed one sampled token and its drafts. All arguments are [R]."""
-    return np.logical_and(computed >= prompt, scheduled == 1 + drafts)
+    votes: Bools = (computed >= prompt) & (scheduled == 1 + drafts)
+    return votes
 
 
 def opts_out(sampling_params: object) -> bool:

@@ -73,7 +73,8 @@ def router_matrix(model: nn.Module, layer: Layer) -> Tensor | None:
 def fetched_bytes(layer: Layer) -> int:
     """Bytes that one expert's weights take on this rank."""
     tensors = (*layer.runner.routed_experts.parameters(), *layer.runner.routed_experts.buffers())
-    return sum(t.numel() * t.element_size() for t in tensors) // int(layer.runner.moe_config.num_local_experts)
+    total: int = sum(t.numel() * t.element_size() for t in tensors)
+    return total // int(layer.runner.moe_config.num_local_experts)
 
 
 def canary(layer: Layer, board: Board, policy: Policy, dtype: torch.dtype) -> None:
