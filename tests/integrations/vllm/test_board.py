@@ -70,6 +70,17 @@ def test_switched_off_board_touches_a_row() -> None:
     board.enabled = False
     board.fill(["a"], array(2), array(True))
     assert board.rows.tolist() == [KEEPS] * 4
+    assert board.idle
+
+
+def test_step_with_a_vote_is_idle_or_a_dummy_is() -> None:
+    board = Board(4, "cpu")
+    for votes in (False, True):
+        board.fill(["a"], array(2), array(votes))
+        assert board.idle is not votes
+    board.fill(["a"], array(2), array(False))
+    board.reset()
+    assert not board.idle
 
 
 def test_request_that_opts_out_votes() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -143,6 +144,23 @@ def test_hook_is_idle_padded_or_traced_through() -> None:
     assert layer.calls == 2
     layer.route.set_budget(1)  # type: ignore[union-attr]
     assert len(compiled(hidden, logits)[1].unique()) == 1
+
+
+def test_step_of_prefill_alone_pays_for_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    board = Board(8, "cpu")
+    layer = make_layer(board)
+    route = layer.route
+    monkeypatch.setattr(layer, "route", None)  # fails if it is called
+    hidden, logits = torch.randn(8, 32), torch.randn(8, 16)
+    board.fill(["a"], np.array([8]), np.array([False]))
+    weights, ids = layer.router._compute_routing(hidden, logits, None)
+    plain = CPURouter()._compute_routing(hidden, logits, None)
+    assert torch.equal(weights, plain[0])
+    assert torch.equal(ids, plain[1])
+    monkeypatch.setattr(layer, "route", route)
+    monkeypatch.setattr(hook, "_capturing", lambda device: True)  # noqa: ARG005, a graph must hold the policy
+    board.rows.fill_(VOTES)
+    assert len(layer.router._compute_routing(hidden, logits, None)[1].unique()) == 2
 
 
 def test_layer_of_a_draft_model_is_capped() -> None:

@@ -60,6 +60,7 @@ class Board:
             self.rows = torch.full((size,), KEEPS, dtype=torch.int8, device=device)
             self.request = torch.full((size,), -1, dtype=torch.int64, device=device)
         self.enabled = True
+        self.idle = False  # known on the host: no row of the coming step votes
         self.opted_out: set[str] = set()
 
     def fill(self, requests: Sequence[str], lengths: Ints, votes: Bools) -> None:
@@ -69,15 +70,18 @@ class Board:
         """
         if not self.enabled:
             self.reset()
+            self.idle = True
             return
         if self.opted_out:
             votes = votes & np.array([name not in self.opted_out for name in requests], dtype=bool)
         rows, request = classify(lengths, votes, len(self.rows))
+        self.idle = not votes.any()
         _send(rows, self.rows)
         _send(request, self.request)
 
     def reset(self) -> None:
-        """Every row keeps the model's routes: dummy batches, captures, and while off."""
+        """Every row keeps the model's routes: dummy batches and captures, which run the policy all the same."""
+        self.idle = False
         self.rows.fill_(KEEPS)
         self.request.fill_(-1)
 

@@ -42,6 +42,8 @@ class Layer:
         assert self.route is not None
         assert self.board is not None
         self.calls += 1
+        if self.board.idle and not _capturing(ids.device):
+            return weights.clone(), ids.clone()
         count = ids.shape[0]
         if count > len(self.board.rows):
             raise RuntimeError(
@@ -52,6 +54,11 @@ class Layer:
         hidden = hidden[:, : self.hidden]  # vLLM may pad it for a kernel
         ids, weights = self.route(hidden, logits, (ids, weights), rows, request, selection_bias(self.router))
         return weights, ids
+
+
+def _capturing(device: torch.device) -> bool:
+    """Whether a graph is being captured, in which nothing may depend on the host."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def hook(router: Any) -> None:
