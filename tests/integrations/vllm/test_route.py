@@ -150,7 +150,7 @@ def test_step_of_prefill_alone_pays_for_the_policy(monkeypatch: pytest.MonkeyPat
     board = Board(8, "cpu")
     layer = make_layer(board)
     route = layer.route
-    monkeypatch.setattr(layer, "route", None)  # fails if it is called
+    monkeypatch.setattr(layer, "route", lambda *_: pytest.fail("the policy ran"))
     hidden, logits = torch.randn(8, 32), torch.randn(8, 16)
     board.fill(["a"], np.array([8]), np.array([False]))
     weights, ids = layer.router._compute_routing(hidden, logits, None)

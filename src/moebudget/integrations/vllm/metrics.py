@@ -1,4 +1,4 @@
-"""Prometheus gauges of one engine: 18 series, whatever the number of layers and experts."""
+"""Prometheus gauges of one engine: 16 series, whatever the number of layers and experts."""
 
 from __future__ import annotations
 
