@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,25 +29,40 @@ class Recorder:
     """Every row of every layer: (step, layer, request, position) and the ids that vLLM's kernels are given."""
 
     def __init__(self, model_runner: Any) -> None:
-        self.runner, self.rows, self.step = model_runner, [], 0
+        self.rows, self.step, self.batch = [], 0, None
+        self.second = hasattr(model_runner, "prepare_inputs")
+        name = "prepare_inputs" if self.second else "_prepare_inputs"
+        prepare = getattr(model_runner, name)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            result = prepare(*args, **kwargs)
+            self.batch = self.describe(result if self.second else model_runner)
+            return result
+
+        setattr(model_runner, name, noted)
         from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
         layers = [m for m in model_runner.get_model().modules() if isinstance(m, MoERunner)]
         for number, layer in enumerate(layers):
             layer.router.set_capture_fn(lambda ids, number=number: self.note(number, ids))
 
+    def describe(self, source: Any) -> list[tuple[int, int]]:
+        """(request, position) of each row, from vLLM's batch (second model runner) or model runner (first)."""
+        batch = source if self.second else source.input_batch
+        starts = source.query_start_loc_np if self.second else source.query_start_loc.np
+        computed = batch.num_computed_tokens_np if self.second else batch.num_computed_tokens_cpu
+        return [
+            (int(request.split("-")[0]), int(computed[number]) + offset)
+            for number, request in enumerate(batch.req_ids)
+            for offset in range(int(starts[number + 1] - starts[number]))
+        ]
+
     def note(self, layer: int, ids: Any) -> None:
         self.step += layer == 0
-        batch = self.runner.input_batch
-        starts = self.runner.query_start_loc.np[: len(batch.req_ids) + 1].tolist()
-        listed, row = ids.tolist(), 0
-        for number, request in enumerate(batch.req_ids):
-            first = int(batch.num_computed_tokens_cpu[number])
-            for offset in range(starts[number + 1] - starts[number]):
-                where = (self.step, layer, int(request.split("-")[0]), first + offset)
-                self.rows.append((*where, sorted(listed[row])))
-                row += 1
-        assert row <= len(listed)
+        listed = ids.tolist()
+        assert len(self.batch) <= len(listed)
+        for (request, position), chosen in zip(self.batch, listed, strict=False):
+            self.rows.append((self.step, layer, request, position, sorted(chosen)))
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -108,6 +124,18 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     return {"phases": phases}
 
 
+def interpret_triton() -> None:
+    """Let vLLM take Triton's interpreter for a CPU backend: its second model runner needs some Triton."""
+    from types import SimpleNamespace
+
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.backends import backends
+
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
+
+
 if __name__ == "__main__":
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+        interpret_triton()
     jobs = json.loads(Path(sys.argv[1]).read_text())
     Path(sys.argv[2]).write_text(json.dumps([run(job) for job in jobs]))

@@ -156,6 +156,24 @@ def test_rows_of_draft_tokens_escape_the_budget(capped: dict[str, Any]) -> None:
     assert all(len(set(ids)) == TOP_K for rows in steps.values() for _, ids in rows)
 
 
+def test_second_model_runner_is_capped_in_another_way(checkpoints: Path, drive: Drive) -> None:
+    phases = [{"requests": REQUESTS}, {"set": {"budget": 6}, "requests": OPTING_OUT}]
+    config = {"policy": f"squared:budget={EXPERTS}"}
+    jobs = [job(checkpoints / "qwen3", wanted, plan) for wanted, plan in ((None, phases[:1]), (config, phases))]
+    plain, answer = drive(jobs, env={"VLLM_USE_V2_MODEL_RUNNER": "1"})
+    [unchanged], (everything, six) = plain["phases"], answer["phases"]
+    assert everything["tokens"] == unchanged["tokens"]
+    assert everything["rows"] == unchanged["rows"]
+    expected, found = by_row(unchanged), by_row(six)
+    kept = [key for key in expected if key[1] < len(PROMPTS[key[0]]) or key[0] == 2]
+    assert {key: found[key] for key in kept} == {key: expected[key] for key in kept}
+    steps = decoded(six, REQUESTS).values()
+    assert max(len(set().union(*(ids for request, ids in rows if request != 2), [])) for rows in steps) == 6
+    [before], [after] = six["before"], six["states"]
+    votes = sum(request != 2 for rows in steps for request, _ in rows)
+    assert after["counters"]["rows"] - before["counters"]["rows"] == votes
+
+
 def test_compiled_model_ignores_the_budget(checkpoints: Path, drive: Drive) -> None:
     requests = {"requests": REQUESTS}
     phases = [requests, {"set": {"budget": 4}, **requests}, {"set": {"budget": EXPERTS}, **requests}]

@@ -121,8 +121,8 @@ class CPURouter:
 def make_layer(board: Board, name: str = "model.layers.1.mlp.experts") -> hook.Layer:
     config = SimpleNamespace(hidden_dim=32, hidden_dim_unpadded=HIDDEN)
     layer = hook.Layer(SimpleNamespace(layer_name=name, layer_id=1, router=CPURouter(), moe_config=config))
-    policy = parse("squared:budget=2")
-    route = make_router(policy, layer.spec, make_problem("softmax", 1, 8, 1).stats, hidden=6, max_rows=8, device=CPU)
+    policy, stats = parse("base:budget=2"), make_problem("softmax", 1, 16, 4).stats  # reads the hidden state
+    route = make_router(policy, layer.spec, stats, hidden=HIDDEN, max_rows=8, device=CPU)
     layer.activate(route, board)
     return layer
 
