@@ -103,11 +103,18 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
                 max_tokens=request["tokens"],
                 ignore_eos=True,
                 detokenize=False,
+                logprobs=0 if job.get("logprobs") else None,
                 extra_args=request.get("extra_args"),
             )
             for request in phase["requests"]
         ]
-        answer["tokens"] = [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)]
+        outputs = [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
+        answer["tokens"] = [list(out.token_ids) for out in outputs]
+        if job.get("logprobs"):
+            answer["logprobs"] = [
+                [step[token].logprob for step, token in zip(out.logprobs, out.token_ids, strict=True)]
+                for out in outputs
+            ]
         answer["before"] = before
         answer["states"] = llm.collective_rpc("moebudget_state") if capped else None
         if recorder is not None:

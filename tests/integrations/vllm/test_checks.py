@@ -115,6 +115,8 @@ def test_statistics_of_another_model_are_used(changes: dict[str, Any], message: 
     assert matrix is model[0].gate.weight
     right = facts(router_hash=hash_routers([matrix, matrix]))
     check_stats(Stats(right, {}), [layer], model, "f", parse("squared:budget=2"))
+    random = Stats(facts(router_hash="of other random numbers"), {})
+    check_stats(random, [layer], model, "f", parse("squared:budget=2"), trained=False)
     with pytest.raises(StatsError, match=message):
         check_stats(Stats(facts(**changes), {}), [layer], model, "f", parse("squared:budget=2"))
 

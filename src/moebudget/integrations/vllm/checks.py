@@ -42,8 +42,13 @@ def check_layers(model_runner: Any, layers: Sequence[Layer]) -> None:
         )
 
 
-def check_stats(stats: Stats, layers: Sequence[Layer], model: nn.Module, family: str, policy: Policy) -> None:
-    """Raise StatsError that names both sides for statistics of another model, MissingStatisticError for a lack."""
+def check_stats(
+    stats: Stats, layers: Sequence[Layer], model: nn.Module, family: str, policy: Policy, *, trained: bool = True
+) -> None:
+    """Raise StatsError that names both sides for statistics of another model, MissingStatisticError for a lack.
+
+    Router matrices are compared if they are `trained` (vLLM's load format "dummy" makes random ones).
+    """
     first = layers[0]
     shapes = {(layer.spec.num_experts, layer.spec.top_k, layer.hidden) for layer in layers}
     if len(shapes) > 1:
@@ -52,7 +57,7 @@ def check_stats(stats: Stats, layers: Sequence[Layer], model: nn.Module, family:
         )
     matrices = [router_matrix(model, layer) for layer in (first, layers[-1])]
     known = [m for m in matrices if m is not None and m.dtype in (torch.bfloat16, torch.float32)]
-    digest = hash_routers(known) if len(known) == len(matrices) else ""
+    digest = hash_routers(known) if trained and len(known) == len(matrices) else ""
     indices = tuple(layer.index for layer in layers)
     facts = ModelFacts(family, indices, first.spec.num_experts, first.spec.top_k, first.hidden, digest)
     stats.check(facts, policy.needs)

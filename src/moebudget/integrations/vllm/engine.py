@@ -50,7 +50,8 @@ class Engine:
         check_layers(model_runner, self.layers)
         self.layers.sort(key=lambda layer: layer.index)
         if self.stats is not None:
-            check_stats(self.stats, self.layers, model, self.family, policy)
+            trained = model_runner.vllm_config.load_config.load_format != "dummy"
+            check_stats(self.stats, self.layers, model, self.family, policy, trained=trained)
         if policy.budget is not None:
             asked = policy.budget if self.settings.budgets is None else self.settings.budgets
             self.budgets = spread(policy, asked, len(self.layers))
