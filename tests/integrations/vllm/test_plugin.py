@@ -46,6 +46,7 @@ def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[st
     (tmp_path / "standin_patch.py").write_text("seen = []\ndef patch(module):\n    seen.append(module.loaded)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(plugin, "PATCHES", {"standin": "standin_patch:patch"})
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))  # type: ignore[arg-type]
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     import standin_patch  # type: ignore[import-not-found]
 
@@ -68,6 +69,17 @@ def test_module_is_not_patched_once_after_its_import(patched: list[str]) -> None
 def test_loaded_module_is_not_patched_at_once(patched: list[str]) -> None:
     import standin  # noqa: F401
 
+    plugin.register()
+    assert patched == [True]
+
+
+def test_unsupported_vllm_is_patched_or_not_refused(patched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.34.0"))  # type: ignore[arg-type]
+    plugin.register()
+    import standin  # noqa: F401
+
+    assert not patched
+    monkeypatch.setattr(plugin, "CONFIG", "standin")  # the one module that is patched all the same
     plugin.register()
     assert patched == [True]
 

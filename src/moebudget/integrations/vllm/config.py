@@ -15,7 +15,6 @@ from moebudget.spelling import unknown
 KEY = "moebudget"
 FIELDS = ("policy", "stats", "budgets", "enabled")
 EXAMPLE = '{"moebudget": {"policy": "base:budget=16", "stats": "stats.safetensors"}}'
-Budgets = int | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)

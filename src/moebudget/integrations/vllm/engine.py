@@ -25,27 +25,40 @@ class Engine:
     loading: Engine | None = None  # the engine whose model is being built in this process
     newest: Engine | None = None  # compiled graphs and the operator know layers by name, so one engine a process
 
-    def __init__(self, settings: Settings, family: str) -> None:
-        """Reads the statistics. Raises StatsError, and ValueError for as many budgets as the model has no layers."""
-        self.settings, self.family = settings, family
+    def __init__(self, settings: Settings, family: str, *, drafts: bool = False) -> None:
+        """Reads the statistics. `drafts`: a draft model is loaded as well, whose layers are left alone.
+
+        Raises StatsError, and ValueError for a number of budgets that is not the statistics' number of layers.
+        """
+        self.settings, self.family, self.drafts = settings, family, drafts
         self.stats: Stats | None = load_stats(settings.stats) if settings.stats is not None else None
         if self.stats is not None and settings.budgets is not None:
             spread(settings.policy, settings.budgets, len(self.stats.facts.layers))
         self.layers: list[Layer] = []
+        self.refused: list[tuple[Any, ValueError]] = []
         self.board: Board | None = None
         self.budgets: tuple[int, ...] | None = None
         self.fetched_bytes = 0
 
     def collect(self, runner: Any) -> None:
-        """Note a layer that vLLM has just made. Raises UnsupportedRouterError, StatsError, or ValueError (slots)."""
-        layer = Layer(runner)
-        check_slots(self.settings.policy, layer.spec.top_k)
-        self.layers.append(layer)
+        """Note a layer that vLLM has just made. Raises UnsupportedRouterError, or ValueError for too many slots."""
+        try:
+            layer = Layer(runner)
+            check_slots(self.settings.policy, layer.spec.top_k)
+        except ValueError as error:
+            if not self.drafts:
+                raise
+            self.refused.append((runner, error))  # `bind` knows whose layer it is
+        else:
+            self.layers.append(layer)
 
     def bind(self, model_runner: Any) -> None:
         """Check the loaded model, give every layer its router, prove by a canary that capping works, then start."""
         policy, model = self.settings.policy, model_runner.get_model()
         inside = {id(module) for module in model.modules()}
+        for runner, error in self.refused:
+            if id(runner) in inside:
+                raise error
         self.layers = [layer for layer in self.layers if id(layer.runner) in inside]  # others are a draft model's
         check_layers(model_runner, self.layers)
         self.layers.sort(key=lambda layer: layer.index)

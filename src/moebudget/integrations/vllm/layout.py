@@ -12,10 +12,15 @@ class UnsupportedEngineError(ValueError):
     """An engine that moebudget does not cap, with the reason and the way out."""
 
 
+def supported(version: str) -> bool:
+    """Whether a version of vLLM lies in the tested range."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return numbers is not None and OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST
+
+
 def check_version(version: str) -> None:
     """Raise UnsupportedEngineError outside of the tested range of vLLM."""
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is None or not OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
+    if not supported(version):
         oldest, newest = (".".join(map(str, v)) for v in (OLDEST, NEWEST))
         raise UnsupportedEngineError(
             f"moebudget is tested with vLLM {oldest} to {newest}, this is {version}: install one of those, or remove "

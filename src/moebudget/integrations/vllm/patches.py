@@ -109,7 +109,8 @@ def patch_worker(module: ModuleType) -> None:
 
             from moebudget.integrations.vllm.engine import Engine
 
-            engine = Engine(settings, str(self.vllm_config.model_config.hf_text_config.model_type))
+            family = str(self.vllm_config.model_config.hf_text_config.model_type)
+            engine = Engine(settings, family, drafts=self.vllm_config.speculative_config is not None)
             Engine.loading = engine
             try:
                 result = original(self, *args, **kwargs)

@@ -10,11 +10,14 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+from moebudget.integrations.vllm.layout import supported
+
 SWITCH = "MOEBUDGET_DISABLE"
 _ROOM = "moebudget.integrations.vllm"
 # A module of vLLM -> the function that patches it, called once right after the module has been loaded.
+CONFIG = "vllm.config.vllm"
 PATCHES = {
-    "vllm.config.vllm": f"{_ROOM}.patches:patch_config",
+    CONFIG: f"{_ROOM}.patches:patch_config",
     "vllm.sampling_params": f"{_ROOM}.patches:patch_sampling_params",
     "vllm.model_executor.layers.fused_moe.modular_kernel": f"{_ROOM}.patches:patch_kernel_choice",
     "vllm.model_executor.layers.fused_moe.runner.moe_runner": f"{_ROOM}.patches:patch_moe_runner",
@@ -47,7 +50,9 @@ def register() -> None:
 
 
 def _patch(module: ModuleType) -> None:
-    if getattr(module, MARK, False):
+    # Of an unsupported version only the configuration is patched, which refuses an engine that is to be capped.
+    version = str(getattr(sys.modules.get("vllm"), "__version__", ""))
+    if getattr(module, MARK, False) or not (supported(version) or module.__name__ == CONFIG):
         return
     where, _, function = PATCHES[module.__name__].partition(":")
     getattr(importlib.import_module(where), function)(module)
