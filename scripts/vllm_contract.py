@@ -65,7 +65,8 @@ SIGNATURES: dict[str, dict[str, str]] = {
 # file -> class ("" for the module) -> fields, properties or attributes set on self
 NAMES: dict[str, dict[str, str]] = {
     "config/vllm.py": {
-        "VllmConfig": "additional_config parallel_config model_config compilation_config load_config speculative_config"
+        "VllmConfig": "additional_config parallel_config model_config compilation_config "
+        "load_config speculative_config"
     },
     "config/compilation.py": {"CompilationConfig": "max_cudagraph_capture_size"},
     "config/load.py": {"LoadConfig": "load_format"},
