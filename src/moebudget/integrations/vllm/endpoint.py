@@ -10,9 +10,11 @@ import json
 import logging
 from typing import Any
 
+import vllm
 from fastapi import FastAPI, HTTPException, Request
 
 from moebudget.integrations.vllm.config import EXAMPLE, read_change
+from moebudget.integrations.vllm.layout import supported
 from moebudget.integrations.vllm.metrics import Gauges, agree
 from moebudget.integrations.vllm.plugin import SWITCH, switched_off
 from moebudget.presets import parse
@@ -39,7 +41,7 @@ class Endpoint:
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:  # noqa: ARG002
         """Keep the engine client, and poll the workers' counters if this engine is capped."""
         self.engine = engine_client
-        if not switched_off() and (await self._states())[0] is not None:
+        if self._unavailable() is None and (await self._states())[0] is not None:
             self.polling = asyncio.create_task(self._poll(Gauges()))
 
     async def get(self) -> dict[str, Any]:
@@ -58,15 +60,22 @@ class Endpoint:
         args = (None if budgets is None else list(budgets), enabled)
         return self._shown(await self.engine.collective_rpc("moebudget_set", args=args))
 
+    def _unavailable(self) -> str | None:
+        """Why no worker can be asked; None if they can."""
+        if switched_off():
+            return f"moebudget is switched off by {SWITCH}=1"
+        if not supported(vllm.__version__):
+            return f"moebudget does not support vLLM {vllm.__version__} and left it alone"
+        return "this server has no engine" if self.engine is None else None
+
     async def _states(self) -> list[Any]:
         return list(await self.engine.collective_rpc("moebudget_state"))
 
     async def _capped(self) -> list[dict[str, Any]]:
-        """The ranks' states. HTTPException if there is no engine, or none that is capped."""
-        if switched_off():
-            raise HTTPException(503, f"moebudget is switched off by {SWITCH}=1")
-        if self.engine is None:
-            raise HTTPException(503, "this server has no engine")
+        """The ranks' states. HTTPException if no worker can be asked, or the engine is not capped."""
+        reason = self._unavailable()
+        if reason is not None:
+            raise HTTPException(503, reason)
         states = await self._states()
         if states[0] is None:
             raise HTTPException(404, f"this engine is not capped; start it with --additional-config '{EXAMPLE}'")
