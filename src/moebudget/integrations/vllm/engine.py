@@ -1,0 +1,175 @@
+"""One engine's capped layers: collected while the model loads, checked and bound after it, changed by RPC."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from moebudget.integrations.vllm.board import Board
+from moebudget.integrations.vllm.checks import canary, check_layers, check_stats, fetched_bytes
+from moebudget.integrations.vllm.config import Settings, check_slots, spread
+from moebudget.integrations.vllm.hook import Layer
+from moebudget.integrations.vllm.route import make_router
+from moebudget.runtime import FIELDS, Counters
+from moebudget.stats import Stats, load_stats
+from moebudget.types import NO_STATS
+
+log = logging.getLogger("vllm.moebudget")  # vLLM's handlers print it
+
+
+class Engine:
+    """The layers of one model under one policy, its row classes and its budgets."""
+
+    loading: Engine | None = None  # the engine whose model is being built in this process
+    newest: Engine | None = None  # compiled graphs and the operator know layers by name, so one engine a process
+
+    def __init__(self, settings: Settings, family: str, *, drafts: bool = False) -> None:
+        """Reads the statistics. `drafts`: a draft model is loaded as well, whose layers are left alone.
+
+        Raises StatsError, and ValueError for a number of budgets that is not the statistics' number of layers.
+        """
+        self.settings, self.family, self.drafts = settings, family, drafts
+        self.stats: Stats | None = load_stats(settings.stats) if settings.stats is not None else None
+        if self.stats is not None and settings.budgets is not None:
+            spread(settings.policy, settings.budgets, len(self.stats.facts.layers))
+        self.layers: list[Layer] = []
+        self.refused: list[tuple[Any, ValueError]] = []
+        self.board: Board | None = None
+        self.budgets: tuple[int, ...] | None = None
+        self.fetched_bytes = 0
+
+    def collect(self, runner: Any) -> None:
+        """Note a layer that vLLM has just made. Raises UnsupportedRouterError, or ValueError for too many slots."""
+        try:
+            layer = Layer(runner)
+            check_slots(self.settings.policy, layer.spec.top_k)
+        except ValueError as error:
+            if not self.drafts:
+                raise
+            self.refused.append((runner, error))  # `bind` knows whose layer it is
+        else:
+            self.layers.append(layer)
+
+    def bind(self, model_runner: Any) -> None:
+        """Check the loaded model, give every layer its router, prove by a canary that capping works, then start."""
+        policy, model = self.settings.policy, model_runner.get_model()
+        inside = {id(module) for module in model.modules()}
+        for runner, error in self.refused:
+            if id(runner) in inside:
+                raise error
+        self.layers = [layer for layer in self.layers if id(layer.runner) in inside]  # others are a draft model's
+        check_layers(model_runner, self.layers)
+        self.layers.sort(key=lambda layer: layer.index)
+        if self.stats is not None:
+            trained = model_runner.vllm_config.load_config.load_format != "dummy"
+            check_stats(self.stats, self.layers, model, self.family, policy, trained=trained)
+        if policy.budget is not None:
+            asked = policy.budget if self.settings.budgets is None else self.settings.budgets
+            self.budgets = spread(policy, asked, len(self.layers))
+        captured = model_runner.vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        device = torch.device(model_runner.device)
+        self.board = Board(max(int(model_runner.max_num_tokens), int(captured)), device)
+        for position, layer in enumerate(self.layers):
+            stats = NO_STATS if self.stats is None else self.stats.layer(position)
+            rows = len(self.board.rows)
+            route = make_router(policy, layer.spec, stats, hidden=layer.hidden, max_rows=rows, device=device)
+            layer.activate(route, self.board)
+        self._write(self.budgets)
+        dtype = model_runner.model_config.dtype
+        for layer in self.layers:
+            canary(layer, self.board, policy, dtype)
+        self._write(self.budgets)
+        for layer in self.layers:
+            layer.calls = 0
+            assert layer.route is not None
+            layer.route.clear()
+        self.board.enabled = self.settings.enabled
+        self.fetched_bytes = fetched_bytes(self.layers[0])
+        Engine.newest = self
+        log.info("%s", self)
+
+    def before_step(self) -> Board:
+        """The board to describe a step on. RuntimeError if a newer engine of this process took the layers' names."""
+        if Engine.newest is not self:
+            raise RuntimeError("a newer engine with moebudget was started in this process: run one engine a process")
+        assert self.board is not None
+        return self.board
+
+    def after_dummy_run(self) -> None:
+        """RuntimeError if a layer's router was not called in a forward pass: its model routes in another way."""
+        silent = [layer.name for layer in self.layers if not layer.calls]
+        if silent:
+            raise RuntimeError(
+                f"{len(silent)} of {len(self.layers)} layers did not call their router in a forward pass, {silent[0]} "
+                'first: this model bypasses it, so no budget would hold; remove "moebudget" from --additional-config'
+            )
+
+    def change(self, budget: object = None, enabled: bool | None = None) -> None:
+        """Budgets (a number, or a list with one a layer) and on/off, from the next step on; None leaves as it is.
+
+        Raises ValueError that names the value or both lengths, before anything is changed.
+        """
+        assert self.board is not None
+        budgets = None if budget is None else spread(self.settings.policy, budget, len(self.layers))
+        if budgets is not None:
+            self.budgets = budgets
+            self._write(budgets)
+        if enabled is not None:
+            self.board.enabled = enabled
+
+    def _write(self, budgets: tuple[int, ...] | None) -> None:
+        """Write budgets on the device between two steps: with several ranks, no step may see both values."""
+        if budgets is None:
+            return
+        assert self.board is not None
+        _synchronize(self.board.rows.device)
+        for layer, budget in zip(self.layers, budgets, strict=True):
+            assert layer.route is not None
+            layer.route.set_budget(budget)
+        _synchronize(self.board.rows.device)
+
+    def totals(self) -> list[dict[str, float]]:
+        """Each layer's counters by name; the one place that reads them on the host."""
+        routes = [layer.route for layer in self.layers]
+        values = [route.totals.tolist() for route in routes if route is not None]
+        return [dict(zip(FIELDS, value, strict=True)) for value in values]
+
+    def state(self) -> dict[str, Any]:
+        """Everything there is to see, in plain types."""
+        assert self.board is not None
+        layers = self.totals()
+        summed = {name: sum(layer[name] for layer in layers) for name in FIELDS}
+        spec = self.layers[0].spec
+        return {
+            "policy": self.settings.policy.name,
+            "enabled": self.board.enabled,
+            "budgets": None if self.budgets is None else list(self.budgets),
+            "layers": [layer.name for layer in self.layers],
+            "experts": spec.num_experts,
+            "top_k": spec.top_k,
+            "path": self._path,
+            "fetched_bytes_per_expert": self.fetched_bytes,
+            "counters": Counters(len(layers), summed).as_dict(),
+            "per_layer": layers,
+        }
+
+    @property
+    def _path(self) -> str:
+        return ", ".join(sorted({layer.route.path for layer in self.layers if layer.route is not None}))
+
+    def __str__(self) -> str:
+        budgets = sorted(set(self.budgets or ()))
+        shown = "" if not budgets else f", budget {budgets[0]}" + (f" to {budgets[-1]}" if len(budgets) > 1 else "")
+        spec, method = self.layers[0].spec, type(self.layers[0].runner.routed_experts.quant_method).__name__
+        return (
+            f"moebudget: {self.settings.policy.name}{shown} on {len(self.layers)} layers of {spec.num_experts} "
+            f"experts, {spec.top_k} a token; {self._path} path, experts by {method}, {self.fetched_bytes} bytes an "
+            f"expert{'' if self.settings.enabled else '; off until enabled'}"
+        )
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

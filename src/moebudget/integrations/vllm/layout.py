@@ -1,0 +1,71 @@
+"""What is refused before any weight is loaded: versions and layouts in which capping would silently go wrong."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+OLDEST, NEWEST = (0, 26), (0, 33)
+
+
+class UnsupportedEngineError(ValueError):
+    """An engine that moebudget does not cap, with the reason and the way out."""
+
+
+def supported(version: str) -> bool:
+    """Whether a version of vLLM lies in the tested range."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return numbers is not None and OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST
+
+
+def check_version(version: str) -> None:
+    """Raise UnsupportedEngineError outside of the tested range of vLLM."""
+    if not supported(version):
+        oldest, newest = (".".join(map(str, v)) for v in (OLDEST, NEWEST))
+        raise UnsupportedEngineError(
+            f"moebudget is tested with vLLM {oldest} to {newest}, this is {version}: install one of those, or remove "
+            '"moebudget" from --additional-config'
+        )
+
+
+def check_layout(config: Any, *, batch_invariant: bool) -> None:
+    """Raise UnsupportedEngineError for a VllmConfig whose steps or ranks the hook does not cover, with the reason."""
+    parallel = config.parallel_config
+    reasons = {
+        "VLLM_BATCH_INVARIANT=1": (batch_invariant, "a token's experts depend on its batch mates by design"),
+        f"data_parallel_size={parallel.data_parallel_size}": (
+            parallel.data_parallel_size > 1,
+            "every rank would choose its own experts, and their union exceeds the budget",
+        ),
+        f"pipeline_parallel_size={parallel.pipeline_parallel_size}": (
+            parallel.pipeline_parallel_size > 1,
+            "statistics and per-layer budgets are matched with all layers of the model on one rank",
+        ),
+        f"prefill_context_parallel_size={parallel.prefill_context_parallel_size}": (
+            parallel.prefill_context_parallel_size > 1,
+            "a rank's rows are a part of the batch in another order",
+        ),
+        "sequence-parallel experts": (
+            parallel.use_sequence_parallel_moe,
+            "a rank sees a part of the batch, and its vote would be another one on every rank",
+        ),
+        "micro-batch overlap (enable_dbo or ubatch_size)": (
+            parallel.use_ubatching,
+            "a layer sees half of the step, and the two halves together exceed the budget",
+        ),
+        "enable_eplb": (
+            parallel.enable_eplb,
+            "replicas turn one expert into several that are fetched",
+        ),
+        "enable_elastic_ep": (parallel.enable_elastic_ep, "layers are replaced while serving"),
+        f"expert_placement_strategy={parallel.expert_placement_strategy!r}": (
+            parallel.enable_expert_parallel and parallel.expert_placement_strategy != "linear",
+            "only the linear placement was checked",
+        ),
+    }
+    for setting, (wrong, why) in reasons.items():
+        if wrong:
+            raise UnsupportedEngineError(
+                f"moebudget does not work with {setting}: {why}. Unset it, or remove "
+                '"moebudget" from --additional-config'
+            )

@@ -1,0 +1,59 @@
+"""Which RouterSpec one of vLLM's routers is, read from its own attributes. Needs no vLLM: routers are told by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from moebudget.router import RouterSpec
+
+KNOWN = ("FusedTopKRouter", "FusedTopKBiasRouter", "GroupedTopKRouter", "CPURouter")
+
+
+class UnsupportedRouterError(ValueError):
+    """A router whose arithmetic a policy cannot reproduce; the message says which part."""
+
+
+def router_spec(router: Any) -> RouterSpec:
+    """What the router does with logits. Raises UnsupportedRouterError by name for custom, hash-routed and the like."""
+    kind = type(router).__name__
+    if kind not in KNOWN:
+        raise UnsupportedRouterError(f"vLLM routes this model with {kind}; known are {', '.join(KNOWN)}")
+    obstacles = {
+        "custom_routing_function": "a custom routing function, whose scores are unknown",
+        "_hash_indices_table": "experts that follow from token ids (hash routing)",
+        "bias_vl": "a second selection bias for images",
+        "num_fused_shared_experts": "shared experts fused into the routed ones",
+        "zero_expert_type": "zero experts",
+    }
+    for name, what in obstacles.items():
+        value = getattr(router, name, None)
+        if value is not None and not (isinstance(value, int) and value == 0):
+            raise UnsupportedRouterError(f"vLLM's {kind} of this model has {what}; moebudget cannot re-route it")
+    scoring = router.scoring_func
+    if scoring not in ("softmax", "sigmoid"):
+        raise UnsupportedRouterError(f"vLLM's {kind} of this model scores by {scoring!r}; known: softmax, sigmoid")
+    grouped = kind == "GroupedTopKRouter" or (kind == "CPURouter" and router.use_grouped_topk)
+    n, groups, opened = int(router.global_num_experts), 1, 1
+    if grouped and router.num_expert_group < n and n % router.num_expert_group == 0:
+        groups, opened = int(router.num_expert_group), int(router.topk_group)
+    scaled = grouped or kind == "FusedTopKBiasRouter"
+    return RouterSpec(
+        num_experts=n,
+        top_k=int(router.top_k),
+        scoring=scoring,
+        renormalize=bool(router.renormalize),
+        scale=float(router.routed_scaling_factor) if scaled else 1.0,
+        groups=groups,
+        open_groups=opened,
+        group_score="max" if selection_bias(router) is None else "top2",
+    )
+
+
+def selection_bias(router: Any) -> Tensor | None:
+    """[N] float32, what the router adds to the scores for the choice alone; read anew, as loading may replace it."""
+    if type(router).__name__ == "CPURouter" and not router.use_grouped_topk:
+        return None  # this router does not look at it
+    bias = getattr(router, "e_score_correction_bias", None)
+    return bias.detach() if isinstance(bias, Tensor) else None
