@@ -137,7 +137,9 @@ def test_row_without_a_loss_gets_other_numbers_than_the_model_gave() -> None:
     out = Routing(torch.full_like(given.ids, -7), torch.full_like(given.weights, 1e30))
     router, to = router_of(problem, policy), [x.to(DEVICE) for x in (problem.hidden, problem.logits, state)]
     router(*to, out=out, routes=given)
-    same = torch.tensor([torch.equal(a.sort().values, b.sort().values) for a, b in zip(wanted.ids, own.ids)])
+    same = torch.tensor(
+        [torch.equal(a.sort().values, b.sort().values) for a, b in zip(wanted.ids, own.ids, strict=True)]
+    )
     same = (same & (state == 1) & ~wanted.weights.isnan().any(-1)) | (state == 2)
     assert same.tolist().count(True) > 1
     assert not same.all()

@@ -113,3 +113,22 @@ def test_wish_as_the_server_reads_it_is_ignored(value: object) -> None:
 def test_misspelt_wish_is_ignored(value: object) -> None:
     with pytest.raises(ValueError, match=r"extra_args\['moebudget'\]=.* must be false"):
         check_extra_args({"moebudget": value})
+
+
+def test_rows_of_an_earlier_longer_step_vote_again() -> None:
+    board = Board(16, "cpu", wide=4)
+    assert board.rows.tolist() == [KEEPS] * 16
+    for lengths, votes in ((array(1, 1, 1), array(True, True, True)), (array(1, 1), array(True, False))):
+        board.fill(["a", "b", "c"], lengths, votes)
+        assert board.voting is None
+    assert board.rows.tolist() == [VOTES, KEEPS, *[PADDING] * 14]
+    assert board.request.tolist() == [0, 1, *[-1] * 14]
+
+
+def test_wide_step_hides_which_rows_vote() -> None:
+    board = Board(16, "cpu", wide=4)
+    board.fill(["a", "b", "c"], array(1, 6, 1), array(True, False, True))
+    assert board.voting is not None
+    assert board.voting.tolist() == [0, 7]
+    board.reset()
+    assert board.voting.tolist() == []

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from moebudget.integrations.vllm import hook
 from moebudget.integrations.vllm.board import KEEPS, PADDING, VOTES, Board
-from moebudget.integrations.vllm.route import Router, make_router
+from moebudget.integrations.vllm.route import KernelRouter, Router, make_router
 from moebudget.integrations.vllm.spec import router_spec
+from moebudget.kernels import FusedRouter
 from moebudget.presets import parse
 from tests.conftest import HIDDEN, KINDS, make_problem, over_kinds
 
@@ -98,6 +99,39 @@ def test_poisoned_row_changes_others_or_hides() -> None:
     ids, weights = step.run()
     assert torch.equal(ids[:5], clean[0][:5])
     assert weights[5].isnan().all()
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # the interpreter computes padding in numpy
+@pytest.mark.parametrize("text", ["base:budget=M", "squared:budget=M,fill=executed"])
+def test_kernel_router_differs_from_the_torch_router(text: str) -> None:
+    step = Step("softmax_renorm", MIXED, text)
+    wanted = step.run()
+    step.router = KernelRouter(fused(step, text, max_rows=16))
+    found = step.run()
+    assert_kept(step, found, step.rows == KEEPS)
+    assert torch.equal(*(ids.sort(-1).values for ids in (found[0].int(), wanted[0])))
+    torch.testing.assert_close(found[1].sort(-1).values, wanted[1].sort(-1).values, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+def test_long_prompt_beside_decode_rows_reaches_the_kernel_or_uncaps_them() -> None:
+    """Sixteen rows and a kernel for eight: only the eight that vote may be looked at."""
+    step = Step("softmax_renorm", MIXED)
+    wanted = step.run()
+    step.router = KernelRouter(fused(step, "squared:budget=M", max_rows=8))
+    voting = (step.rows == VOTES).nonzero()[:, 0]
+    problem = step.problem
+    arguments = (problem.hidden, problem.logits, (step.ids, step.weights), step.rows, torch.arange(16), problem.bias)
+    found = step.router(*arguments, voting)
+    assert_kept(step, found, step.rows != VOTES)
+    assert torch.equal(*(x[0][voting].sort(-1).values for x in (found, wanted)))
+    assert_kept(step, step.router(*arguments, voting[:0]), torch.ones(16, dtype=torch.bool))
+
+
+def fused(step: Step, text: str, max_rows: int) -> FusedRouter:
+    problem = step.problem
+    policy = problem.policy(text)
+    return FusedRouter(policy, problem.spec, problem.stats, hidden=HIDDEN, max_rows=max_rows, device=CPU)
 
 
 def test_router_on_the_cpu_claims_a_kernel() -> None:

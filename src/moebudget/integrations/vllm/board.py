@@ -53,9 +53,15 @@ def check_extra_args(extra: object) -> None:
 
 
 class Board:
-    """Persistent device tensors that every captured graph reads: `rows` [size] int8 and `request` [size] int64."""
+    """Persistent device tensors that every captured graph reads: `rows` [size] int8 and `request` [size] int64.
 
-    def __init__(self, size: int, device: torch.device | str) -> None:
+    A step of more than `wide` rows, which no graph holds, also gets `voting`, the indices of the rows that vote.
+    """
+
+    def __init__(self, size: int, device: torch.device | str, wide: int | None = None) -> None:
+        self.wide = size if wide is None else wide
+        self.filled = size  # rows that may hold something else than padding
+        self.voting: torch.Tensor | None = None
         with torch.inference_mode(False):
             self.rows = torch.full((size,), KEEPS, dtype=torch.int8, device=device)
             self.request = torch.full((size,), -1, dtype=torch.int64, device=device)
@@ -76,12 +82,20 @@ class Board:
             votes = votes & np.array([name not in self.opted_out for name in requests], dtype=bool)
         rows, request = classify(lengths, votes, len(self.rows))
         self.idle = not votes.any()
-        _send(rows, self.rows)
-        _send(request, self.request)
+        total = int(lengths.sum())
+        until = max(total, self.filled)
+        _send(rows[:until], self.rows[:until])
+        _send(request[:until], self.request[:until])
+        self.filled, self.voting = total, None
+        if total > self.wide:
+            index = np.flatnonzero(rows == VOTES)
+            self.voting = torch.empty(len(index), dtype=torch.int64, device=self.rows.device)
+            _send(index, self.voting)
 
     def reset(self) -> None:
         """Every row keeps the model's routes: dummy batches and captures, which run the policy all the same."""
-        self.idle = False
+        self.idle, self.filled = False, len(self.rows)
+        self.voting = torch.empty(0, dtype=torch.int64, device=self.rows.device)
         self.rows.fill_(KEEPS)
         self.request.fill_(-1)
 

@@ -68,13 +68,12 @@ class Engine:
         if policy.budget is not None:
             asked = policy.budget if self.settings.budgets is None else self.settings.budgets
             self.budgets = spread(policy, asked, len(self.layers))
-        captured = model_runner.vllm_config.compilation_config.max_cudagraph_capture_size or 0
         device = torch.device(model_runner.device)
-        self.board = Board(max(int(model_runner.max_num_tokens), int(captured)), device)
+        size, wide = _rows(model_runner.vllm_config, int(model_runner.max_num_tokens))
+        self.board = Board(size, device, wide)
         for position, layer in enumerate(self.layers):
             stats = NO_STATS if self.stats is None else self.stats.layer(position)
-            rows = len(self.board.rows)
-            route = make_router(policy, layer.spec, stats, hidden=layer.hidden, max_rows=rows, device=device)
+            route = make_router(policy, layer.spec, stats, hidden=layer.hidden, max_rows=wide, device=device)
             layer.activate(route, self.board)
         self._write(self.budgets)
         dtype = model_runner.model_config.dtype
@@ -168,6 +167,15 @@ class Engine:
             f"experts, {spec.top_k} a token; {self._path} path, experts by {method}, {self.fetched_bytes} bytes an "
             f"expert{'' if self.settings.enabled else '; off until enabled'}"
         )
+
+
+def _rows(vllm_config: Any, tokens: int) -> tuple[int, int]:
+    """The most rows that a step can have, and the most of a captured graph or of rows that vote."""
+    captured = int(vllm_config.compilation_config.max_cudagraph_capture_size or 0)
+    speculative = vllm_config.speculative_config
+    each = 1 + (0 if speculative is None else int(speculative.num_speculative_tokens or 0))
+    size = max(tokens, captured)
+    return size, min(size, max(captured, each * int(vllm_config.scheduler_config.max_num_seqs)))
 
 
 def _synchronize(device: torch.device) -> None:

@@ -52,7 +52,8 @@ class Layer:
             )
         rows, request = self.board.rows[:count], self.board.request[:count]
         hidden = hidden[:, : self.hidden]  # vLLM may pad it for a kernel
-        ids, weights = self.route(hidden, logits, (ids, weights), rows, request, selection_bias(self.router))
+        bias = selection_bias(self.router)
+        ids, weights = self.route(hidden, logits, (ids, weights), rows, request, bias, self.board.voting)
         return weights, ids
 
 

@@ -7,12 +7,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moebudget.integrations.vllm.board import KEEPS, PADDING, VOTES
+from moebudget.integrations.vllm.board import PADDING, VOTES
 from moebudget.kernels.lower import FusedRouter, NotFusedError, lower
 from moebudget.policy import Policy
 from moebudget.router import RouterSpec
 from moebudget.runtime import LayerRouter
-from moebudget.types import LayerStats
+from moebudget.types import LayerStats, Routing
 
 
 class Router(Protocol):
@@ -35,10 +35,12 @@ class Router(Protocol):
         rows: Tensor,
         request: Tensor,
         bias: Tensor | None,
+        voting: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """hidden [T, d], logits [T, N], vLLM's (ids, weights) [T, K], rows [T] int8, request [T] -> ids, weights.
 
-        The result has the dtypes of vLLM's tensors and shares no memory with them. Ids of padding may be -1.
+        `voting` [V] names the rows that vote, in steps of more rows than the board calls wide. The result has the
+        dtypes of vLLM's tensors and shares no memory with them. Ids of padding may be -1.
         """
 
 
@@ -87,6 +89,7 @@ class TorchRouter:
         rows: Tensor,
         request: Tensor,
         bias: Tensor | None,
+        voting: Tensor | None = None,  # noqa: ARG002, it looks at all rows
     ) -> tuple[Tensor, Tensor]:
         votes = rows == VOTES
         batch = self.spec(hidden, logits, bias=bias, live=votes, routes=routes, request=request)
@@ -127,11 +130,23 @@ class KernelRouter:
         rows: Tensor,
         request: Tensor,  # noqa: ARG002, no fused policy looks at requests
         bias: Tensor | None,
+        voting: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         ids, weights = routes
-        routing = self.fused(hidden, logits, rows, bias)
-        keeps = (rows == KEEPS)[:, None]
-        return (
-            torch.where(keeps, ids, routing.ids.to(ids.dtype)),
-            torch.where(keeps, weights, routing.weights.to(weights.dtype)),
-        )
+        if len(ids) <= self.fused.max_rows:
+            return self._run(hidden, logits, rows, bias, ids, weights)
+        # A prompt of many tokens beside rows that decode, in no graph: only the latter are looked at.
+        assert voting is not None
+        ids, weights = ids.clone(), weights.clone()
+        if len(voting):
+            found = self._run(hidden[voting], logits[voting], None, bias, ids[voting], weights[voting])
+            ids[voting], weights[voting] = found
+        return ids, weights
+
+    def _run(
+        self, hidden: Tensor, logits: Tensor, rows: Tensor | None, bias: Tensor | None, ids: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        own = Routing(ids, weights.float())
+        out = Routing(torch.empty_like(ids), torch.empty_like(own.weights))
+        self.fused(hidden, logits, rows, bias, out, own)
+        return out.ids, out.weights.to(weights.dtype)
