@@ -59,7 +59,9 @@ class Timing:
 
 
 def decode(plan: Plan, policy: str | None, stats: str | None, budgets: Sequence[int]) -> list[Timing]:
-    """Start one engine and time every batch size at every budget. Without a policy the plugin stays out."""
+    """Start one engine and time the first batch size at every budget, others at the first three (the largest one, so
+    the dense model, and two more). Without a policy the plugin stays out.
+    """
     from vllm import LLM, SamplingParams
 
     extra: dict[str, Any] = {}
@@ -89,18 +91,21 @@ def decode(plan: Plan, policy: str | None, stats: str | None, budgets: Sequence[
         return time.perf_counter() - start
 
     found = []
-    for batch in plan.batches:
-        generate(batch, 8)
-        for budget in budgets or (None,):
-            if budget is not None:
-                llm.collective_rpc("moebudget_set", args=(budget,))
-            generate(batch, 4)
-            first = min(generate(batch, 1) for _ in range(plan.repeats))
-            before = None if budget is None else llm.collective_rpc("moebudget_state")[0]
-            whole = min(generate(batch, 1 + plan.tokens) for _ in range(plan.repeats))
-            after = None if budget is None else llm.collective_rpc("moebudget_state")[0]
-            tpot, speed = 1e3 * (whole - first) / plan.tokens, batch * (1 + plan.tokens) / whole
-            found.append(Timing(batch, budget, tpot, speed, **_counts(before, after)))
+    try:
+        for batch in plan.batches:
+            generate(batch, 8)
+            for budget in (budgets if batch == plan.batches[0] else budgets[:3]) or (None,):
+                if budget is not None:
+                    llm.collective_rpc("moebudget_set", args=(budget,))
+                generate(batch, 4)
+                first = min(generate(batch, 1) for _ in range(plan.repeats))
+                before = None if budget is None else llm.collective_rpc("moebudget_state")[0]
+                whole = min(generate(batch, 1 + plan.tokens) for _ in range(plan.repeats))
+                after = None if budget is None else llm.collective_rpc("moebudget_state")[0]
+                tpot, speed = 1e3 * (whole - first) / plan.tokens, batch * (1 + plan.tokens) / whole
+                found.append(Timing(batch, budget, tpot, speed, **_counts(before, after)))
+    finally:
+        llm.llm_engine.engine_core.shutdown()  # or this process waits for the engine's forever
     return found
 
 
@@ -223,7 +228,8 @@ def run_decode(
     with _model(name, policy, stats) as (folder, random, file):
         config = json.loads(Path(folder, "config.json").read_text())
         plan = Plan(folder, random, tuple(batches), prompt, tokens, engine=tuple(engine.items()))
-        every = sorted({*budgets, moe_facts(config).experts}, reverse=True)
+        experts = moe_facts(config).experts
+        every = [experts, *(budget for budget in dict.fromkeys(budgets) if budget != experts)]
         found = _apart(decode, plan, policy, file, every)
         without = _apart(decode, plan, None, None, ()) if off else []
     rows = rows_of(plan, Path(name).name, policy, found, without, union)
