@@ -186,17 +186,17 @@ def route_rows(
         scale = scale / divisor
     empty = own & ((allowed == 0) if DROP else (place >= count))
     rest = tl.where(kind == BROKEN, float("nan"), tl.where(rescued & (place == 0), alone * scale, 0.0))
-    row_ids, row_weights, kind_of_id = ids + row * K, weights + row * K, ids.dtype.element_ty
+    row_ids, row_weights = ids + row * K, weights + row * K
     changed = True
     if ROUTED:
         changed = (tl.sum((own & (allowed == 0)).to(tl.int32), 0) > 0) | (kind == BROKEN)
     if changed:
-        tl.store(row_ids + slot, at.to(kind_of_id), mask=used)
+        tl.store(row_ids + slot, at.to(ids.dtype.element_ty), mask=used)
         tl.store(row_weights + slot, ranked * scale, mask=used)
-        tl.store(row_ids + place, (place * 0 + first).to(kind_of_id), mask=empty)
+        tl.store(row_ids + place, (place * 0 + first).to(ids.dtype.element_ty), mask=empty)
         tl.store(row_weights + place, rest, mask=empty)
     else:
-        tl.store(row_ids + place, tl.load(own_ids + row * K + place, mask=own).to(kind_of_id), mask=own)
+        tl.store(row_ids + place, tl.load(own_ids + row * K + place, mask=own).to(ids.dtype.element_ty), mask=own)
         tl.store(row_weights + place, tl.load(own_weights + row * K + place, mask=own), mask=own)
 
     ran = used | (rescued & (at == lone))
