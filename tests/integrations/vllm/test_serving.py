@@ -20,7 +20,7 @@ import pytest
 from tests.integrations.vllm.checkpoints import LAYERS
 from tests.integrations.vllm.conftest import ENVIRONMENT, ROOT
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 class Server:
@@ -69,7 +69,7 @@ def server(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     log = tmp_path_factory.mktemp("server") / "log.txt"
     with log.open("w") as out, subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out) as process:
         found = Server(port)
-        for _ in range(240):
+        for _ in range(480):
             time.sleep(0.5)
             assert process.poll() is None, log.read_text()[-4000:]
             try:
