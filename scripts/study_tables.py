@@ -199,9 +199,63 @@ def routing_table(rows: list[Row]) -> str:
     )
 
 
-def blocks(quality: list[Row], analysis: list[Row], routing: list[Row]) -> dict[tuple[str, str], str]:
+def decode_table(rows: list[Row]) -> str:
+    """The last row of every model, batch size and budget, and the line through those of a model and batch size."""
+    last = {(r["model"], r["weights"], r["B"], r["M"]): r for r in rows if r["bench"] == "decode"}
+    cells = []
+    for r in sorted(last.values(), key=lambda r: (r["model"], r["B"], -r["M"])):
+        off = "" if r["off_tpot_ms"] is None else f"{r['off_tpot_ms']:.2f}"
+        numbers = [f"{r['fetched']:.1f}", f"{r['tpot_ms']:.2f}", f"{r['speedup']:.2f}", off]
+        numbers += [f"{r['e2e_tok_s']:,.0f}", f"{r['gb_s']:,.0f}"]
+        cells.append([r["model"], r["weights"], str(r["B"]), f"M = {r['M']}", *numbers])
+    heads = ["model", "weights", "B", "budget", "experts a layer", "ms a step", "against dense", "without plugin, ms"]
+    lines = []
+    for r in {(r["model"], r["weights"], r["B"]): r for r in rows if r["bench"] == "decode_fit"}.values():
+        tight = sorted((int(m), speed) for m, speed in r["speedup_at_union"].items() if int(m) < r["at_union"])
+        text = ", ".join(f"{speed:.2f} at M = {m}" for m, speed in tight)
+        lines.append(
+            f"{r['model']}, B = {r['B']}: a step takes {r['a_ms']:.2f} ms + {r['b_ms']:.3f} ms for each expert "
+            f"fetched a layer (R² {r['r2']:.4f}). Random routers fetch {r['native_union']:.1f} a layer; at "
+            f"{r['at_union']:.1f} the line gives {text}."
+        )
+    first = next(iter(last.values()))
+    return "\n\n".join(
+        [
+            f"vLLM {first['versions']['vllm']} on one {first['gpu']}, bf16, full CUDA graphs, prompts of "
+            f"{first['prompt']} tokens and {first['tokens']} decoded; dense is a budget of all experts in the same "
+            "engine.",
+            table([*heads, "tokens/s, all", "expert GB/s"], cells, left=2),
+            *lines,
+            origin(first, "decode.jsonl"),
+        ]
+    )
+
+
+def speed_line(rows: list[Row]) -> str:
+    """What the README says about speed, from the newest line and its settings."""
+    line = [r for r in rows if r["bench"] == "decode_fit"][-1]
+    same = {
+        r["M"]: r for r in rows if r["bench"] == "decode" and all(r[k] == line[k] for k in ("model", "B", "weights"))
+    }
+    dense, tight, tighter = same[max(same)], same[16], same[10]
+    return (
+        f"In vLLM {line['versions']['vllm']} on one {line['gpu']}, sizes of {line['model']} with {line['weights']} weights "
+        f"and {line['B']} rows, full CUDA graphs: a decode step takes {dense['tpot_ms']:.1f} ms with all experts "
+        f"({dense['fetched']:.0f} fetched a layer), {tight['tpot_ms']:.1f} at 16 and {tighter['tpot_ms']:.1f} at 10, "
+        f"{tight['speedup']:.2f} and {tighter['speedup']:.2f} times faster. Random routers spread tokens more evenly than "
+        f"trained ones: against the {line['at_union']} experts that the trained model was measured at, the same line "
+        f"gives {line['speedup_at_union']['16']:.2f} and {line['speedup_at_union']['10']:.2f} "
+        "([all settings](docs/vllm.md#what-it-is-worth))."
+    )
+
+
+def blocks(
+    quality: list[Row], analysis: list[Row], routing: list[Row], decode: list[Row]
+) -> dict[tuple[str, str], str]:
     """(page, place) -> text."""
     return {
+        ("docs/vllm.md", "decode-table"): decode_table(decode),
+        ("README.md", "speed"): speed_line(decode),
         ("docs/kernels.md", "routing-table"): routing_table(routing),
         ("docs/comparison.md", "methods-table"): methods_table(quality),
         ("docs/analyses.md", "geometry-table"): geometry_table(analysis),

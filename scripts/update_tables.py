@@ -159,7 +159,7 @@ def main() -> None:
     replace(ROOT / "README.md", "quality-table", quality_table(quality) + "\n\n" + contrast(rows))
     replace(ROOT / "docs/calibration.md", "calibration-table", calibration_table(rows_of("calibration")))
     analysis = rows_of("analysis")
-    for (page, name), text in blocks(rows, analysis, rows_of("routing")).items():
+    for (page, name), text in blocks(rows, analysis, rows_of("routing"), rows_of("decode")).items():
         replace(ROOT / page, name, text)
     plot_studies(
         [row for bench in ("geometry", "batch_size") for row in last_run(analysis, bench)],

@@ -33,6 +33,8 @@ def test_documented_command_has_these_options(page: str, line: str) -> None:
     words = line.split()
     group = typer.main.get_command(app)
     command = group.commands[words[1]]  # type: ignore[attr-defined]
+    if hasattr(command, "commands"):
+        command = command.commands[words[2]]
     known = {name for parameter in command.params for name in parameter.opts}
     used = {word for word in words if word.startswith("-")}
     assert used <= known, f"{page}: {used - known}"
@@ -69,7 +71,7 @@ def test_relative_links_of_the_readme_exist() -> None:
 def test_tables_say_what_the_rows_say() -> None:
     """`scripts/update_tables.py` was run after the last benchmark row was added."""
     script = runpy.run_path(str(ROOT / "scripts/update_tables.py"))
-    rows = (script["rows_of"](name) for name in ("quality", "analysis", "routing"))
+    rows = (script["rows_of"](name) for name in ("quality", "analysis", "routing", "decode"))
     for (page, name), text in script["blocks"](*rows).items():
         assert text in (ROOT / page).read_text(encoding="utf-8"), name
     quality = script["quality_table"](script["newest"](script["rows_of"]("quality")))

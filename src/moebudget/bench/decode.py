@@ -7,7 +7,9 @@ line is also read at the native union of a trained model.
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import logging
 import multiprocessing
 import tempfile
 import time
@@ -23,10 +25,12 @@ import torch
 
 from moebudget import provenance
 from moebudget.bench.sizes import SIZES, UNIONS, moe_facts
+from moebudget.integrations.loading import MissingExtraError
 from moebudget.presets import parse
 from moebudget.stats import Stats
 
-BUDGETS, BATCHES = (10, 16, 24, 32, 48, 64), (16,)
+BUDGETS, BATCHES = (16, 10, 24, 32, 48, 64), (16,)
+log = logging.getLogger("vllm.moebudget")  # vLLM's handlers print it
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,7 @@ def decode(plan: Plan, policy: str | None, stats: str | None, budgets: Sequence[
                 after = None if budget is None else llm.collective_rpc("moebudget_state")[0]
                 tpot, speed = 1e3 * (whole - first) / plan.tokens, batch * (1 + plan.tokens) / whole
                 found.append(Timing(batch, budget, tpot, speed, **_counts(before, after)))
+                log.info("%s", found[-1])
     finally:
         llm.llm_engine.engine_core.shutdown()  # or this process waits for the engine's forever
     return found
@@ -156,7 +161,7 @@ def rows_of(
         if len(mine) < 3:
             continue
         a, b, r2 = fit(mine)
-        at = dense.native_union if union is None else union
+        at = dense.native_union if union is None or batch != plan.batches[0] else union
         speedups = {str(t.budget): (a + b * at) / (a + b * min(t.budget or 0, at)) for t in mine if at}
         yield {
             "bench": "decode_fit", "engine": "vllm", **shared, "B": batch, "a_ms": a, "b_ms": b, "r2": r2,
@@ -219,19 +224,27 @@ def run_decode(
 ) -> list[dict[str, Any]]:
     """Time a model of `sizes.SIZES` with random weights, or a checkpoint folder. Returns the rows.
 
-    The number of experts is added to the budgets: that is the dense model. `off` starts a second engine without the
-    plugin. Raises ValueError for a policy without a budget, FileNotFoundError for a folder that is none.
+    The number of experts is added to the budgets: that is the dense model. `off` starts another engine first, without
+    the plugin. `union` belongs to the first batch size. Raises ValueError for a policy without a budget or a number
+    below 1, FileNotFoundError for a folder that is none, MissingExtraError without vLLM.
     """
-    if parse(policy).budget is None:
+    rule = parse(policy)
+    if rule.budget is None:
         raise ValueError(f"policy {policy!r} has no budget to sweep; use one that has, such as base:budget=16")
+    for budget in budgets:
+        rule.checked_budget(budget)
+    if not batches or min(batches) < 1:
+        raise ValueError(f"batch sizes {list(batches)} must be whole numbers of at least 1, and one at least")
+    if importlib.util.find_spec("vllm") is None:
+        raise MissingExtraError("bench decode drives vLLM, which is not installed: pip install 'moebudget[vllm]'")
     union = UNIONS.get(name) if union is None else union
     with _model(name, policy, stats) as (folder, random, file):
         config = json.loads(Path(folder, "config.json").read_text())
         plan = Plan(folder, random, tuple(batches), prompt, tokens, engine=tuple(engine.items()))
         experts = moe_facts(config).experts
         every = [experts, *(budget for budget in dict.fromkeys(budgets) if budget != experts)]
-        found = _apart(decode, plan, policy, file, every)
         without = _apart(decode, plan, None, None, ()) if off else []
+        found = _apart(decode, plan, policy, file, every)
     rows = rows_of(plan, Path(name).name, policy, found, without, union)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     stamp = {"gpu": provenance.device_name(device), **provenance.stamp(device)}

@@ -13,13 +13,13 @@ from rich.table import Table
 
 from moebudget.cli.app import app
 
-bench = typer.Typer(help="Time kernels on this machine's GPU; one JSON row a result.", no_args_is_help=True)
+bench = typer.Typer(help="Time kernels, or decoding in vLLM; one JSON row a result.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 
 @bench.callback()
 def group() -> None:
-    """Time kernels on this machine's GPU; one JSON row a result."""
+    """Time kernels, or decoding in vLLM; one JSON row a result."""
 
 
 @bench.command()
@@ -51,4 +51,51 @@ def routing(
     Console(width=max(110, Console().width)).print(table)
     if results is not None:
         provenance.append_rows(results, found)
+    sys.stdout.write(json.dumps({"rows": found}) + "\n")
+
+
+@bench.command()
+def decode(
+    model: Annotated[
+        str,
+        typer.Argument(help="A checkpoint folder, or qwen3-30b, qwen1.5-moe, deepseek-v2-lite with random weights."),
+    ],
+    policy: Annotated[str, typer.Option(help="A policy with a budget.")] = "base:budget=16",
+    budget: Annotated[list[int] | None, typer.Option(help="Default: 16 10 24 32 48 64; dense comes first.")] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Default: 16. All but the first are timed dense and at two budgets.")
+    ] = None,
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.", min=1)] = 128,
+    tokens: Annotated[int, typer.Option(help="Tokens decoded a request.", min=1)] = 384,
+    stats: Annotated[Path | None, typer.Option(help="Statistics; random ones for random weights.")] = None,
+    union: Annotated[
+        float | None, typer.Option(help="Experts a layer that the trained model fetches at the first batch size.")
+    ] = None,
+    off: Annotated[bool, typer.Option(help="Also start an engine without the plugin.")] = True,
+    results: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
+) -> None:
+    """Dense and budgeted decode steps of vLLM in one engine, and the line through them."""
+    from moebudget import provenance
+    from moebudget.bench.decode import BATCHES, BUDGETS, run_decode
+
+    found = run_decode(
+        model, policy, budget or BUDGETS, batch or BATCHES,
+        prompt=prompt, tokens=tokens, stats=None if stats is None else str(stats), union=union, off=off,
+    )  # fmt: skip
+    if results is not None:
+        provenance.append_rows(results, found)
+    table = Table(title=f"{found[0]['model']}, {found[0]['weights']} weights, on {found[0]['gpu']}")
+    for name in ("B", "budget", "experts a layer", "ms a step", "against dense", "tokens/s", "expert GB/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for r in (row for row in found if row["bench"] == "decode"):
+        values = (f"{r['fetched']:.1f}", f"{r['tpot_ms']:.2f}", f"{r['speedup']:.2f}x", f"{r['e2e_tok_s']:.0f}")
+        table.add_row(str(r["B"]), str(r["M"]), *values, f"{r['gb_s']:.0f}")
+    console = Console(width=max(100, Console().width))
+    console.print(table)
+    for r in (row for row in found if row["bench"] == "decode_fit"):
+        at = ", ".join(f"{m}: {speed:.2f}x" for m, speed in r["speedup_at_union"].items())
+        console.print(
+            f"B={r['B']}: {r['a_ms']:.2f} ms + {r['b_ms']:.4f} ms an expert a layer (R2 {r['r2']:.3f}); on this line, "
+            f"against {r['at_union']:.1f} experts: {at}"
+        )
     sys.stdout.write(json.dumps({"rows": found}) + "\n")

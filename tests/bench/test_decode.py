@@ -1,0 +1,90 @@
+"""What `bench decode` makes of timings, and what it refuses before an engine is started."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moebudget.bench import decode
+from moebudget.bench.decode import Plan, Timing, fit, random_stats, rows_of, run_decode
+from moebudget.bench.sizes import SIZES, moe_facts
+from moebudget.integrations.loading import MissingExtraError
+from moebudget.presets import parse
+
+
+def timing(batch: int, budget: int, fetched: float, tpot: float) -> Timing:
+    return Timing(batch, budget, tpot, 1000 / tpot, fetched, 80.0, fetched, "kernel", 10, 4)
+
+
+FOUND = [timing(16, 128, 80.0, 12.0), timing(16, 16, 16.0, 5.6), timing(16, 10, 10.0, 5.0), timing(5, 128, 30.0, 7.0)]
+
+
+def test_line_misses_points_that_lie_on_one() -> None:
+    a, b, r2 = fit(FOUND[:3])
+    assert (a, b, r2) == pytest.approx((4.0, 0.1, 1.0))
+    assert fit([*FOUND[:3], timing(16, 64, 64.0, 11.4)])[2] < 0.99
+
+
+def test_speedup_is_taken_against_another_setting() -> None:
+    rows = list(rows_of(Plan("m", True, (16, 5)), "m", "base:budget=16", FOUND, [Timing(16, None, 11.9, 80)], 48.0))
+    assert [(r["bench"], r["B"], r.get("M")) for r in rows] == [
+        ("decode", 16, 128), ("decode", 16, 16), ("decode", 16, 10), ("decode_fit", 16, None), ("decode", 5, 128),
+    ]  # fmt: skip
+    assert [r["speedup"] for r in rows if r["bench"] == "decode"] == pytest.approx([1.0, 12 / 5.6, 2.4, 1.0])
+    assert [r["off_tpot_ms"] for r in rows if r["bench"] == "decode"] == [11.9, 11.9, 11.9, None]
+    assert rows[1]["gb_s"] == pytest.approx(16 * 10 * 4 / 5.6e-3 / 1e9)
+    # On the line 4 + .1 x: 48 experts take 8.8, 10 take 5.
+    assert rows[3]["speedup_at_union"] == pytest.approx({"128": 1.0, "16": 8.8 / 5.6, "10": 8.8 / 5.0})
+
+
+def test_union_of_one_batch_size_is_used_for_another() -> None:
+    found = [timing(b, m, f, 4 + f / 10) for b in (16, 64) for m, f in ((128, 80.0), (16, 16.0), (10, 10.0))]
+    rows = rows_of(Plan("m", True, (16, 64)), "m", "p", found, [], 48.0)
+    assert [r["at_union"] for r in rows if r["bench"] == "decode_fit"] == [48.0, 80.0]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_random_statistics_do_not_fit_the_model(name: str) -> None:
+    stats = random_stats({**SIZES[name], "hidden_size": 8}, parse("base:budget=4").needs)
+    facts = moe_facts(SIZES[name])
+    layers = SIZES[name]["num_hidden_layers"] - (1 if name.startswith("deepseek") else 0)
+    assert len(facts.layers) == layers
+    assert stats.tensors["predictor_weight"].shape == (layers, facts.experts, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"name": "qwen3-30b", "policy": "oea:k0=1"}, ValueError, "has no budget to sweep"),
+        ({"name": "qwen3-30b", "budgets": [8, 0]}, ValueError, "budget=0 must be"),
+        ({"name": "qwen3-30b", "batches": [0]}, ValueError, r"batch sizes \[0\]"),
+        ({"name": "qwen3-30b", "batches": []}, ValueError, "and one at least"),
+        ({"name": "nowhere"}, FileNotFoundError, "'nowhere' is neither a folder with a config.json nor one of qwen3"),
+        ({"name": "qwen3-30b", "policy": "exfold:budget=4"}, ValueError, "random statistics have no fold_loss"),
+    ],
+)
+def test_wrong_argument_starts_an_engine(
+    arguments: dict[str, Any], error: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "_apart", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(error, match=says):
+        run_decode(**arguments)
+
+
+def test_model_without_experts_starts_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "_apart", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    Path(tmp_path, "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
+    with pytest.raises(ValueError, match="model_type 'llama' names no number of experts"):
+        run_decode(str(tmp_path), "squared:budget=4")
+
+
+def test_missing_vllm_is_not_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # noqa: ARG005
+    with pytest.raises(MissingExtraError, match=r"pip install 'moebudget\[vllm\]'"):
+        run_decode("qwen3-30b")

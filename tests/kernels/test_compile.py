@@ -1,0 +1,63 @@
+"""Triton's compiler takes what its interpreter takes: every kernel is compiled for a Hopper GPU, without one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+# In a process of its own, as the interpreter is chosen when Triton is imported.
+COMPILE = """
+import json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from moebudget.kernels import route
+
+POINTERS = {
+    "logits": "*bf16", "hidden": "*bf16", "bias": "*fp32", "live": "*i8", "budget": "*i32", "slope": "*fp32",
+    "offset": "*fp32", "energy": "*fp32", "score": "*fp32", "places": "*i8", "kinds": "*i8", "partial": "*fp64",
+    "arrivals": "*i32", "runs": "*fp32", "own_ids": "*i32", "own_weights": "*fp32", "ids": "*i32", "weights": "*fp32",
+    "counters": "*fp64",
+}
+for settings in json.loads(sys.argv[1]):
+    for name in ("score_rows", "route_rows", "native_rows"):
+        kernel = getattr(route, name)
+        known = {k: v for k, v in settings.items() if k in kernel.arg_names}
+        signature = {a: "constexpr" if a in known else POINTERS.get(a, "i32") for a in kernel.arg_names}
+        constants = {(kernel.arg_names.index(k),): v for k, v in known.items()}
+        target = GPUTarget("cuda", 90, 32)
+        made = triton.compile(ASTSource(kernel, signature, constants, {}), target=target, options={"num_warps": 1})
+        assert made.asm["cubin"]
+print("compiled")
+"""
+SETTINGS = {
+    "NP": 64, "K": 4, "ROWS": 16, "CHUNK": 0, "D": 512, "SPLIT": 4, "BLOCK": 512, "SIGMOID": False, "HAS_BIAS": False,
+    "RENORMALIZE": True, "SCALE": 1.0, "GROUPS": 1, "OPEN": 1, "TOP2": False, "GP": 2, "RULE": 0, "K0": 1,
+    "HAS_BUDGET": True, "ADDITIVE": True, "DROP": False, "EXECUTED": False, "ROUTED": True, "COUNT": True, "PDL": True,
+}  # fmt: skip
+GROUPED = {"SIGMOID": True, "HAS_BIAS": True, "GROUPS": 4, "OPEN": 2, "TOP2": True, "GP": 4, "SCALE": 2.5}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {**GROUPED, "CHUNK": 32, "ROUTED": False, "DROP": True},
+        {"RULE": 1, "SPLIT": 1, "EXECUTED": True, "PDL": False},
+        {"RULE": 4, "SPLIT": 1, "HAS_BUDGET": False, "RENORMALIZE": False},
+        {"RULE": 5, "SPLIT": 1, "ADDITIVE": False},
+    ],
+    ids=lambda changes: "-".join(itertools.islice(changes, 2)) or "base",
+)
+def test_kernel_is_interpreted_but_does_not_compile(changes: dict[str, object]) -> None:
+    pytest.importorskip("triton")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-c", COMPILE, json.dumps([{**SETTINGS, **changes}])]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout == "compiled\n"
