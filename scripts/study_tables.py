@@ -234,18 +234,17 @@ def decode_table(rows: list[Row]) -> str:
 def speed_line(rows: list[Row]) -> str:
     """What the README says about speed, from the newest line and its settings."""
     line = [r for r in rows if r["bench"] == "decode_fit"][-1]
-    same = {
-        r["M"]: r for r in rows if r["bench"] == "decode" and all(r[k] == line[k] for k in ("model", "B", "weights"))
-    }
+    keys = ("model", "B", "weights")
+    same = {r["M"]: r for r in rows if r["bench"] == "decode" and all(r[k] == line[k] for k in keys)}
     dense, tight, tighter = same[max(same)], same[16], same[10]
     return (
-        f"In vLLM {line['versions']['vllm']} on one {line['gpu']}, sizes of {line['model']} with {line['weights']} weights "
-        f"and {line['B']} rows, full CUDA graphs: a decode step takes {dense['tpot_ms']:.1f} ms with all experts "
-        f"({dense['fetched']:.0f} fetched a layer), {tight['tpot_ms']:.1f} at 16 and {tighter['tpot_ms']:.1f} at 10, "
-        f"{tight['speedup']:.2f} and {tighter['speedup']:.2f} times faster. Random routers spread tokens more evenly than "
-        f"trained ones: against the {line['at_union']} experts that the trained model was measured at, the same line "
-        f"gives {line['speedup_at_union']['16']:.2f} and {line['speedup_at_union']['10']:.2f} "
-        "([all settings](docs/vllm.md#what-it-is-worth))."
+        f"In vLLM {line['versions']['vllm']} on one {line['gpu']}, sizes of {line['model']} with {line['weights']} "
+        f"weights and {line['B']} rows, full CUDA graphs: a decode step takes {dense['tpot_ms']:.1f} ms with all "
+        f"experts ({dense['fetched']:.0f} fetched a layer), {tight['tpot_ms']:.1f} at 16 and "
+        f"{tighter['tpot_ms']:.1f} at 10, {tight['speedup']:.2f} and {tighter['speedup']:.2f} times faster. Random "
+        f"routers spread tokens more evenly than trained ones: against the {line['at_union']} experts that the trained "
+        f"model was measured at, the same line gives {line['speedup_at_union']['16']:.2f} and "
+        f"{line['speedup_at_union']['10']:.2f} ([all settings](docs/vllm.md#what-it-is-worth))."
     )
 
 
