@@ -242,8 +242,8 @@ def speed_line(rows: list[Row]) -> str:
         f"weights and {line['B']} rows, full CUDA graphs: a decode step takes {dense['tpot_ms']:.1f} ms with all "
         f"experts ({dense['fetched']:.0f} fetched a layer), {tight['tpot_ms']:.1f} at 16 and "
         f"{tighter['tpot_ms']:.1f} at 10, {tight['speedup']:.2f} and {tighter['speedup']:.2f} times faster. Random "
-        "routers spread tokens more evenly than trained ones: against the "
-        f"{line['at_union']} experts that the trained model was measured at, the same line gives {line['speedup_at_union']['16']:.2f} and "
+        f"routers spread tokens more evenly than trained ones: against the {line['at_union']} experts that the "
+        f"trained model was measured at, the same line gives {line['speedup_at_union']['16']:.2f} and "
         f"{line['speedup_at_union']['10']:.2f} ([all settings](docs/vllm.md#what-it-is-worth))."
     )
 
