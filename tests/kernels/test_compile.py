@@ -16,7 +16,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from moebudget.kernels import route
+from moebudget.kernels import native, route
 
 POINTERS = {
     "logits": "*bf16", "hidden": "*bf16", "bias": "*fp32", "live": "*i8", "budget": "*i32", "slope": "*fp32",
@@ -25,8 +25,7 @@ POINTERS = {
     "counters": "*fp64",
 }
 for settings in json.loads(sys.argv[1]):
-    for name in ("score_rows", "route_rows", "native_rows"):
-        kernel = getattr(route, name)
+    for kernel in (route.score_rows, route.route_rows, native.native_rows):
         known = {k: v for k, v in settings.items() if k in kernel.arg_names}
         signature = {a: "constexpr" if a in known else POINTERS.get(a, "i32") for a in kernel.arg_names}
         constants = {(kernel.arg_names.index(k),): v for k, v in known.items()}

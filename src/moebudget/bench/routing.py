@@ -126,6 +126,8 @@ def measure(
     time of an empty kernel plus the bytes of logits, hidden states, routed predictor rows and outputs at the measured
     copy bandwidth. Raises AssertionError if the kernel's ids are not those of the torch form.
     """
+    from moebudget.kernels.native import native_rows
+
     spec = shape.spec
     inputs = make_inputs(shape, rows, device, layers, torch.bfloat16)
     fused = [FusedRouter(policy, spec, x.stats, hidden=shape.hidden, max_rows=rows, device=device) for x in inputs]
@@ -135,7 +137,7 @@ def measure(
     router = fused[0].router
 
     def native(x: Inputs, out: Routing, f: FusedRouter) -> None:
-        f.kernels.native_rows[(rows,)](
+        native_rows[(rows,)](
             x.logits, x.logits if x.bias is None else x.bias, out.ids, out.weights, x.logits.stride(0),
             spec.num_experts, HAS_BIAS=x.bias is not None, num_warps=f.warps, **router,
         )  # fmt: skip

@@ -51,7 +51,7 @@ def settle(
     for row in range(0, T):
         kind = tl.load(kinds + row).to(tl.int32)
         if (kind != VOTES) & (kind != KEEPS):
-            probs, _, _ = row_scores(logits + row * logits_stride, logits, N, NP, SIGMOID, False, 1, 1, False, 2)
+            probs, _, _, _ = row_scores(logits + row * logits_stride, logits, N, NP, SIGMOID, False, 1, 1, False, 2)
             lone = best_expert(tl.where(probs == probs, probs, 0.0), (run > 0) & (expert < N), NP)
             tl.store(
                 ids + row * K + slot,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -185,20 +186,26 @@ class FusedRouter:
         tensors = self.stats.tensors
         slope = tensors.get("predictor_weight", self.score)
         chunk = 0 if rows <= CHUNK else CHUNK if rows * self.split < WIDE else 2 * CHUNK
-        shared = {"HAS_BIAS": bias is not None, "CHUNK": chunk, "PDL": self.pdl, **self.router, **self.rule}
+        own = out if routes is None else routes  # of `out` nothing is read
+        shared: dict[str, Any] = {
+            "HAS_BIAS": bias is not None,
+            "CHUNK": chunk,
+            "ROUTED": routes is not None,
+            "PDL": self.pdl,
+        }
+        shared |= {"PDL": self.pdl, **self.router, **self.rule}
         bias = logits if bias is None else bias  # a pointer that is not read
         self.kernels.score_rows[(rows, self.split)](
             logits, hidden, bias, live, slope, tensors.get("predictor_bias", self.score),
             tensors.get("energy_mean", self.score), self.budget, self.score, self.places, self.kinds, self.partial,
-            self.arrivals, logits.stride(0), hidden.stride(0), slope.stride(0), rows, n,
+            self.arrivals, own.ids, own.weights, logits.stride(0), hidden.stride(0), slope.stride(0), rows, n,
             D=self.hidden, BLOCK=_block(self.hidden), SPLIT=self.split, num_warps=self.warps, **shared,
         )  # fmt: skip
-        own = out if routes is None else routes
         dependent = {"launch_pdl": True} if self.pdl else {}
         self.kernels.route_rows[(rows,)](
             logits, bias, self.budget, self.score, self.places, self.kinds, self.partial, self.arrivals, self.runs,
             own.ids, own.weights, out.ids, out.weights, self.counters, logits.stride(0), rows, n,
-            ROUTED=routes is not None, ROWS=max(2, _power(-(-rows // chunk) if chunk else rows)), num_warps=self.warps,
+            ROWS=max(2, _power(-(-rows // chunk) if chunk else rows)), num_warps=self.warps,
             **self.filling, **shared, **dependent,
         )  # fmt: skip
         return out

@@ -22,7 +22,19 @@ from moebudget.kernels.batch import (
     has_below,
     settle,
 )
-from moebudget.kernels.rows import TINY, best_expert, by_choice, largest, mass_of, row_scores, top_slots
+from moebudget.kernels.rows import (
+    TINY,
+    agree,
+    best_expert,
+    by_key,
+    largest,
+    mass_of,
+    ordered,
+    places_of,
+    row_scores,
+    slots_of,
+    top_slots,
+)
 
 # Score rules that are fused.
 BASE: tl.constexpr = tl.constexpr(0)
@@ -36,38 +48,50 @@ GATE: tl.constexpr = tl.constexpr(5)  # of every expert, routed to or not
 @triton.jit
 def score_rows(
     logits, hidden, bias, live, slope, offset, energy, budget,
-    score, places, kinds, partial, arrivals,
+    score, places, kinds, partial, arrivals, own_ids, own_weights,
     logits_stride, hidden_stride, slope_stride, T, N,
     D: tl.constexpr, NP: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr,
     GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr, GP: tl.constexpr,
-    RULE: tl.constexpr, K0: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    RULE: tl.constexpr, K0: tl.constexpr, CHUNK: tl.constexpr, ROUTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (t, s): score [t, :] float32 of row t, -1 where it has none, and what kind of row it is.
 
     With SPLIT > 1 (BASE) every program of a row finds its routes by itself and predicts the energy of each SPLIT-th.
+    ROUTED: routes and weights are the given own_ids and own_weights [t, K] instead.
     CHUNK > 0: the last program of every CHUNK rows adds them up: partial [t // CHUNK, :] float64, -1 where none has a
     score. GATE: places [t, :] int8 of the row's routes, K elsewhere.
     """
     row, part = tl.program_id(0), tl.program_id(1)
-    probs, choice, finite = row_scores(
+    probs, choice, biased, finite = row_scores(
         logits + row * logits_stride, bias, N, NP, SIGMOID, HAS_BIAS, GROUPS, OPEN, TOP2, GP
     )
     kind = tl.load(live + row).to(tl.int32)
+    opened = choice > -float("inf")
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     expert, column = tl.arange(0, NP), tl.arange(0, BLOCK)
-    place = top_slots(choice, choice > -float("inf"), NP, K)
+    if ROUTED:
+        place = slots_of(own_ids + row * K, NP, K)
+        weight = tl.load(own_weights + row * K + place, mask=place < K, other=0.0)
+        if (RULE == RANK) | (RULE == GATE):  # here the order matters, and the given one may be any
+            opened = opened | (place < K)
+            place = places_of(ordered(biased), place, K)
+    else:
+        place = top_slots(ordered(choice), opened, NP, K)
+        weight = probs * SCALE
+        if RENORMALIZE:
+            weight = probs / mass_of(probs, place < K) * SCALE
     route = place < K
-    weight = probs * SCALE
-    if RENORMALIZE:
-        weight = probs / mass_of(probs, route) * SCALE
     nonzero = tl.zeros([BLOCK], tl.float32)  # x * 0 is NaN where x is not finite
     if RULE == BASE:
         width = tl.where(tl.load(budget) < N, D, 0)  # no limit: no predictor is read
         for turn in tl.static_range(0, (K + SPLIT - 1) // SPLIT):
             mine = part + turn * SPLIT
-            chosen = tl.sum(tl.where(place == mine, expert, 0), 0)
+            if ROUTED:  # padding may hold -1
+                chosen = tl.maximum(tl.load(own_ids + row * K + mine, mask=mine < K, other=0), 0)
+            else:
+                chosen = tl.sum(tl.where(place == mine, expert, 0), 0)
             dot = tl.zeros([BLOCK], tl.float32)
             square = tl.zeros([BLOCK], tl.float32)
             for start in tl.static_range(0, D, BLOCK):
@@ -98,7 +122,7 @@ def score_rows(
         if RULE == RANK:
             value = (place < K0).to(tl.float32)
         if RULE == GATE:
-            scored, value = choice > -float("inf"), probs
+            scored, value = opened, probs
             tl.store(places + row * NP + expert, tl.where(voting, place, K).to(tl.int8))
         tl.store(score + row * NP + expert, tl.where(scored & voting, value, -1.0))
     if part == 0:
@@ -131,8 +155,14 @@ def route_rows(
     """
     row = tl.program_id(0)
     expert, place, field = tl.arange(0, NP), tl.arange(0, NP), tl.arange(0, FIELDS)
-    probs, choice, _ = row_scores(logits + row * logits_stride, bias, N, NP, SIGMOID, HAS_BIAS, GROUPS, OPEN, TOP2, GP)
-    at = by_choice(choice, NP)  # the expert at each place
+    probs, choice, biased, _ = row_scores(
+        logits + row * logits_stride, bias, N, NP, SIGMOID, HAS_BIAS, GROUPS, OPEN, TOP2, GP
+    )
+    key, opened = ordered(choice), choice > -float("inf")
+    if ROUTED:
+        routed = slots_of(own_ids + row * K, NP, K) < K
+        key, opened = agree(key, biased, routed), opened | routed
+    at = by_key(key, NP)  # the expert at each place
     ranked = tl.gather(probs, at, 0)
     own = place < K
     mass = mass_of(ranked, own)
@@ -160,7 +190,7 @@ def route_rows(
         active = total > 0
 
     voting, keeps = kind == VOTES, kind == KEEPS
-    open_to_row = (choice > -float("inf")) & (keeps | (active & voting))
+    open_to_row = opened & (keeps | (active & voting))
     allowed = tl.gather(open_to_row.to(tl.int32), at, 0)
     slot = place
     if not DROP:
@@ -225,22 +255,3 @@ def route_rows(
         if tl.atomic_add(arrivals, 1, sem="acq_rel") == T - 1:
             tl.store(arrivals, 0)
             settle(logits, runs, kinds, ids, counters, logits_stride, T, N, NP, K, SIGMOID, COUNT)
-
-
-@triton.jit
-def native_rows(
-    logits, bias, ids, weights, logits_stride, N,
-    NP: tl.constexpr, K: tl.constexpr,
-    SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr,
-    GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr, GP: tl.constexpr,
-):  # fmt: skip
-    """Program t: the unchanged model's ids [t, K] and weights; what a fused policy's time is compared with."""
-    row = tl.program_id(0)
-    probs, choice, _ = row_scores(logits + row * logits_stride, bias, N, NP, SIGMOID, HAS_BIAS, GROUPS, OPEN, TOP2, GP)
-    place = top_slots(choice, choice > -float("inf"), NP, K)
-    scale = SCALE
-    if RENORMALIZE:
-        scale = scale / mass_of(probs, place < K)
-    expert = tl.arange(0, NP)
-    tl.store(ids + row * K + place, expert.to(tl.int64), mask=place < K)
-    tl.store(weights + row * K + place, probs * scale, mask=place < K)

@@ -19,13 +19,13 @@ def ordered(value):
 
 
 @triton.jit
-def top_slots(value, allowed, NP: tl.constexpr, K: tl.constexpr):
-    """[NP] int32: 0 for the allowed expert with the largest float32 value, ties to the lower index; K for the rest.
+def top_slots(key, allowed, NP: tl.constexpr, K: tl.constexpr):
+    """[NP] int32: 0 for the allowed expert with the largest int32 key, ties to the lower index; K for the rest.
 
     K times the maximum, then the lowest expert that has it: two integer reductions, one instruction each in a warp.
     """
     expert = tl.arange(0, NP)
-    key = tl.where(allowed, ordered(value), LOWEST)
+    key = tl.where(allowed, key, LOWEST)
     slot = tl.full([NP], K, tl.int32)
     for k in tl.static_range(0, K):
         best = tl.max(key, 0)
@@ -46,10 +46,39 @@ def best_expert(value, allowed, NP: tl.constexpr):
 
 
 @triton.jit
-def by_choice(choice, NP: tl.constexpr):
-    """[NP] int32: the experts, best first, ties to the lower index. Value and index share one 64-bit key."""
+def slots_of(ids, NP: tl.constexpr, K: tl.constexpr):
+    """[NP] int32: the slot at which an expert stands among K ids at a pointer; K for the rest."""
     expert = tl.arange(0, NP)
-    key = (ordered(choice).to(tl.int64) << INDEX_BITS) | (511 - expert).to(tl.int64)
+    slot = tl.full([NP], K, tl.int32)
+    for k in tl.static_range(0, K):
+        slot = tl.where(expert == tl.load(ids + k), k, slot)
+    return slot
+
+
+@triton.jit
+def places_of(key, slot, K: tl.constexpr):
+    """[NP] int32: the place of each expert in a slot when the largest int32 key comes first, ties as the slots are."""
+    place = tl.where(slot < K, 0, K)
+    for k in tl.static_range(0, K):
+        other = tl.max(tl.where(slot == k, key, LOWEST), 0)
+        before = (slot < K) & ((other > key) | ((other == key) & (k < slot)))
+        place += before.to(tl.int32)
+    return place
+
+
+@triton.jit
+def agree(key, biased, own):
+    """Keys by which the row's given routes come before all others; a tie may have been broken in another way."""
+    key = tl.where(own, ordered(biased), key)
+    worst = tl.min(tl.where(own, key, 2147483647), 0)
+    return tl.where((own == 0) & (key >= worst), worst - 1, key)
+
+
+@triton.jit
+def by_key(key, NP: tl.constexpr):
+    """[NP] int32: the experts, the largest int32 key first, ties to the lower index, which shares a 64-bit key."""
+    expert = tl.arange(0, NP)
+    key = (key.to(tl.int64) << INDEX_BITS) | (511 - expert).to(tl.int64)
     return 511 - (tl.sort(key, descending=True) & 511).to(tl.int32)
 
 
@@ -90,7 +119,7 @@ def close_groups(
         best = tl.argmax(values, 1, tie_break_left=True)
         second = tl.max(tl.where(expert[None, :] == best[:, None], -float("inf"), values), 1)
         value = value + second
-    opened = top_slots(value, group < GROUPS, GP, OPEN) < OPEN
+    opened = top_slots(ordered(value), group < GROUPS, GP, OPEN) < OPEN
     open_expert = tl.sum((inside & opened[:, None]).to(tl.int32), 0) > 0
     return tl.where(open_expert, choice, -float("inf"))
 
@@ -100,7 +129,7 @@ def row_scores(
     logits, bias, N, NP: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
     GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
-    """Logits [N] at a pointer -> (probs, choice) [NP] float32 and whether all logits are finite."""
+    """Logits [N] at a pointer -> (probs, choice, choice without groups) [NP] float32, and whether all are finite."""
     expert = tl.arange(0, NP)
     real = expert < N
     x = tl.load(logits + expert, mask=real, other=-float("inf")).to(tl.float32)
@@ -116,10 +145,11 @@ def row_scores(
     if HAS_BIAS:
         choice += tl.load(bias + expert, mask=real, other=0.0).to(tl.float32)
     choice = tl.where(bad == 0, choice, 0.0)  # NaN has no rank; the row does not vote anyway
-    choice = tl.where(real, choice, -float("inf"))
+    biased = tl.where(real, choice, -float("inf"))
+    choice = biased
     if GROUPS > 1:
-        choice = close_groups(choice, N, NP, GROUPS, OPEN, TOP2, GP)
-    return probs, choice, bad == 0
+        choice = close_groups(biased, N, NP, GROUPS, OPEN, TOP2, GP)
+    return probs, choice, biased, bad == 0
 
 
 @triton.jit

@@ -1,0 +1,29 @@
+"""The router alone, without a policy: what a fused policy's time is compared with."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moebudget.kernels.rows import mass_of, ordered, row_scores, top_slots
+
+
+@triton.jit
+def native_rows(
+    logits, bias, ids, weights, logits_stride, N,
+    NP: tl.constexpr, K: tl.constexpr,
+    SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr,
+    GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr, GP: tl.constexpr,
+):  # fmt: skip
+    """Program t: the unchanged model's ids [t, K] and weights [t, K] float32."""
+    row = tl.program_id(0)
+    probs, choice, _, _ = row_scores(
+        logits + row * logits_stride, bias, N, NP, SIGMOID, HAS_BIAS, GROUPS, OPEN, TOP2, GP
+    )
+    place = top_slots(ordered(choice), choice > -float("inf"), NP, K)
+    scale = SCALE
+    if RENORMALIZE:
+        scale = scale / mass_of(probs, place < K)
+    expert = tl.arange(0, NP)
+    tl.store(ids + row * K + place, expert.to(tl.int64), mask=place < K)
+    tl.store(weights + row * K + place, probs * scale, mask=place < K)
