@@ -1,0 +1,67 @@
+"""Step times of a transformers model on this machine, at forced numbers of experts."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from moebudget.evaluate.tasks import cache_argument
+from moebudget.integrations.transformers import attach
+from moebudget.presets import parse
+
+REPEATS = 5
+
+
+@torch.no_grad()
+def step_times(
+    model: nn.Module, tokens: Tensor, budgets: Sequence[int], steps: int = 8
+) -> tuple[list[tuple[float, float]], float]:
+    """((experts fetched a layer, milliseconds of a step) a budget, experts of the largest), after tokens [B, S].
+
+    Budgets cap by squared weights, which needs no statistics; every one takes the fastest of REPEATS turns, which
+    interleave, so that a slow moment of the machine hits all alike. ValueError for a prompt of fewer than two tokens.
+    """
+    if tokens.shape[1] < 2:
+        raise ValueError(f"prompts of {tokens.shape[1]} tokens leave nothing to decode; give at least 2")
+    from transformers import DynamicCache
+
+    name = cache_argument(model)
+    prompt = DynamicCache(config=model.config)
+    model(input_ids=tokens[:, :-1], use_cache=True, **{name: prompt})
+    found: dict[int, list[float]] = {budget: [] for budget in budgets}
+    fetched: dict[int, float] = {}
+    for _ in range(REPEATS):
+        for budget in budgets:
+            cache, last = copy.deepcopy(prompt), tokens[:, -1:]
+            with attach(model, parse(f"squared:budget={budget}"), finished_ids=frozenset()) as run:
+                _synchronize(tokens.device)
+                start = time.perf_counter()
+                for _ in range(steps):
+                    last = model(input_ids=last, use_cache=True, **{name: cache}).logits[:, -1:].argmax(-1)
+                _synchronize(tokens.device)
+                found[budget].append(1e3 * (time.perf_counter() - start) / steps)
+                fetched[budget] = run.counters.fetched
+    return [(fetched[budget], min(found[budget])) for budget in budgets], fetched[max(budgets)]
+
+
+def copy_bandwidth(device: torch.device, size: int = 2**28) -> float:
+    """GB/s of a large copy on the device, reads and writes counted; the fastest of five."""
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(5):
+        _synchronize(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    return 2 * size / min(times) / 1e9
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

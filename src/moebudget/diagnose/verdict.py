@@ -1,0 +1,120 @@
+"""From step times to a verdict: a line through them, its price of an expert against the memory's, and plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from moebudget.diagnose.roofline import Roofline
+
+Answer = Literal["will help", "will not help", "cannot tell"]
+LEAST_GAIN = 1.05  # below this ratio nothing is worth a change of the model's outputs
+CLOSE = 0.5  # the share of the memory's price that an expert must cost before we call a step bound by expert bytes
+ROWS_AN_EXPERT = 8  # mean rows that want an expert, above which leaving one out re-routes too much of the batch
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """t = a + b * fetched in milliseconds, half of b's 95 % interval, and the mean of the points' experts."""
+
+    a: float
+    b: float
+    b_half: float
+    r2: float
+    middle: float
+
+    def at(self, fetched: float, shift: float = 0.0) -> float:
+        """Milliseconds on the line, turned about the middle of the points by `shift` ms an expert."""
+        return self.a + self.b * fetched + shift * (fetched - self.middle)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer, its reason, and the expected ratio of step times with half of its 95 % interval (if it helps)."""
+
+    answer: Answer
+    reason: str
+    speedup: float | None = None
+    speedup_half: float | None = None
+
+
+def fit(points: Sequence[tuple[float, float]]) -> Line:
+    """Least squares through (experts fetched a layer, milliseconds). ValueError for fewer than four or equal x.
+
+    The interval is that of ordinary regression: Student's t with n - 2 degrees of freedom.
+    """
+    x, y = (np.array(values, dtype=float) for values in zip(*points, strict=True))
+    if len(x) < 4 or np.ptp(x) == 0:
+        raise ValueError(f"a line needs at least four points at different numbers of experts; there are {len(x)}")
+    b, a = np.polyfit(x, y, 1)
+    rest = ((y - (a + b * x)) ** 2).sum()
+    error = float(np.sqrt(rest / (len(x) - 2) / ((x - x.mean()) ** 2).sum()))
+    spread = float(((y - y.mean()) ** 2).sum())
+    r2 = 1 - float(rest) / spread if spread else 1.0
+    return Line(float(a), float(b), _t95(len(x) - 2) * error, r2, float(x.mean()))
+
+
+def _t95(degrees: int) -> float:
+    """Student's t at 97.5 %, from a table."""
+    table = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}
+    return table.get(degrees, 2.1 if degrees < 30 else 1.96)
+
+
+def judge(line: Line, shape: Roofline, *, batch: int, union: float, budget: int, gb_s: float) -> Verdict:
+    """Whether capping `union` experts a layer at `budget` makes a step of `batch` rows faster, and why or why not."""
+    early = judge_shape(shape, batch=batch, union=union, budget=budget)
+    if early is not None:
+        return early
+    price, gain = shape.expert_ms(gb_s), line.at(union) / line.at(budget)
+    low, high = (line.at(union, shift) / line.at(budget, shift) for shift in (-line.b_half, line.b_half))
+    half = (high - low) / 2
+    cost = f"an expert more in every layer costs {line.b:.4f} ± {line.b_half:.4f} ms, reading it {price:.4f}"
+    if line.b + line.b_half < CLOSE * price or line.b + line.b_half <= 0:
+        return Verdict(
+            "will not help",
+            f"{cost}: the step is bound by something else (launches, the host, arithmetic), so fetching fewer experts "
+            "saves little; capture CUDA graphs or look at a profile first",
+        )
+    if line.b - line.b_half <= 0:
+        return Verdict(
+            "cannot tell", f"{cost}: the times scatter too much; repeat with more tokens on an idle machine"
+        )
+    if high < LEAST_GAIN:
+        return Verdict(
+            "will not help",
+            f"{cost}, but {line.a:.2f} ms of the {line.at(union):.2f} do not depend on experts: {gain:.2f} times at "
+            "most",
+        )
+    if low < LEAST_GAIN:
+        return Verdict("cannot tell", f"{cost}: {gain:.2f} ± {half:.2f} times; repeat with more tokens", gain, half)
+    return Verdict(
+        "will help",
+        f"{cost}; from {union:.1f} experts a layer to {budget} a step becomes {gain:.2f} ± {half:.2f} times faster",
+        gain,
+        half,
+    )
+
+
+def judge_shape(shape: Roofline, *, batch: int, union: float, budget: int) -> Verdict | None:
+    """The answers that need no measurement."""
+    if batch == 1:
+        return Verdict(
+            "will not help",
+            f"one row fetches its own {shape.top_k} experts and no others; serve several requests at a time",
+        )
+    if union <= budget:
+        return Verdict(
+            "will not help",
+            f"{batch} rows fetch {union:.1f} experts a layer, no more than the budget of {budget}; lower the budget",
+        )
+    wanted = batch * shape.top_k / shape.experts
+    if wanted > ROWS_AN_EXPERT:
+        return Verdict(
+            "will not help",
+            f"{batch} rows want each of the {shape.experts} experts {wanted:.0f} times on average: what is left out "
+            "re-routes much of the batch, and an expert that is read serves many rows already",
+        )
+    return None

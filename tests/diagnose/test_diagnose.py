@@ -1,0 +1,146 @@
+"""Estimates against published sizes, verdicts on made-up machines, and the command from end to end."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from moebudget.bench.sizes import SIZES
+from moebudget.cli import app
+from moebudget.diagnose import report
+from moebudget.diagnose.report import estimate, measure, read_config
+from moebudget.diagnose.roofline import Roofline, roofline
+from moebudget.diagnose.verdict import fit, judge
+
+DEMO = Path(__file__).resolve().parents[2] / "src/moebudget/demo"
+PARAMETERS = {"qwen3-30b": 30.53e9, "qwen1.5-moe": 14.32e9, "deepseek-v2-lite": 15.71e9}  # of the published models
+SHAPE = Roofline(layers=10, experts=128, top_k=8, expert_bytes=10**7, other_bytes=10**9, cache_bytes=10**5)
+PRICE = 0.1  # ms an expert at 1,000 GB/s
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_bytes_are_not_those_of_the_published_model(name: str) -> None:
+    config, shape = SIZES[name], roofline(SIZES[name])
+    embedding = 2 * config["vocab_size"] * config["hidden_size"]
+    total = shape.other_bytes + shape.layers * shape.experts * shape.expert_bytes + embedding
+    assert total / 2 == pytest.approx(PARAMETERS[name], rel=0.01)
+
+
+def test_equal_loads_fetch_another_number() -> None:
+    assert SHAPE.union(1) == pytest.approx(8)
+    assert SHAPE.union(16) == pytest.approx(128 * (1 - (120 / 128) ** 16))
+    assert SHAPE.step_ms(10, 2, 5, 1000) == pytest.approx((10**9 + 10 * 10 * 10**7 + 10 * 10**5) / 1e9)
+
+
+def machine(a: float, b: float, noise: float = 0.0) -> list[tuple[float, float]]:
+    """Step times of a machine on which an expert costs b."""
+    wobble = (1, -1, -1, 1, 1, -1, 1)
+    return [(float(x), a + b * x + noise * w) for x, w in zip((80, 64, 48, 32, 16, 10, 8), wobble, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("times", "batch", "union", "budget", "answer", "says"),
+    [
+        (machine(2, PRICE), 16, 80, 16, "will help", r"from 80.0 experts a layer to 16 .* 2.78 ± 0.00 times faster"),
+        (machine(2, PRICE, 0.1), 16, 80, 16, "will help", r"2\.\d\d ± 0\.[1-9]"),
+        (machine(5, 0.0), 16, 80, 16, "will not help", "bound by something else"),
+        (machine(5, 0.0, 0.01), 16, 80, 16, "will not help", "bound by something else"),
+        (machine(5, PRICE / 5), 16, 80, 16, "will not help", "bound by something else"),
+        (machine(5, PRICE, 9.0), 16, 80, 16, "cannot tell", "scatter too much"),
+        (machine(900, PRICE), 16, 80, 16, "will not help", "do not depend on experts: 1.01 times"),
+        (machine(2, PRICE), 1, 8, 4, "will not help", "one row fetches its own 8"),
+        (machine(2, PRICE), 16, 15, 16, "will not help", "no more than the budget of 16"),
+        (machine(2, PRICE), 256, 128, 16, "will not help", "want each of the 128 experts 16 times"),
+    ],
+)
+def test_verdict_is_another(
+    times: list[tuple[float, float]], batch: int, union: float, budget: int, answer: str, says: str
+) -> None:
+    found = judge(fit(times), SHAPE, batch=batch, union=union, budget=budget, gb_s=1000)
+    assert found.answer == answer
+    assert re.search(says, found.reason), found.reason
+
+
+def test_interval_of_the_slope_is_not_that_of_regression() -> None:
+    """Against the textbook formula, written out."""
+    points = machine(2, 0.1, 0.3)
+    line, n = fit(points), len(points)
+    x_mean = sum(x for x, _ in points) / n
+    rest = sum((y - line.a - line.b * x) ** 2 for x, y in points)
+    error = (rest / (n - 2) / sum((x - x_mean) ** 2 for x, _ in points)) ** 0.5
+    assert line.b_half == pytest.approx(2.571 * error)
+    assert line.at(x_mean, 5.0) == pytest.approx(line.at(x_mean))
+    for wrong in (points[:3], [(8.0, 1.0)] * 5):
+        with pytest.raises(ValueError, match="at least four points"):
+            fit(wrong)
+
+
+def test_estimate_claims_to_be_a_measurement() -> None:
+    row = estimate(SIZES["qwen3-30b"], batch=16, budget=16, union=48.8, context=0, gpu="H200", bandwidth=None)
+    assert (row["answer"], "no measurement" in row["title"]) == ("cannot tell", True)
+    assert row["price_ms"] == pytest.approx(48 * 3 * 2048 * 768 * 2 / 4800e6)
+    assert [p[0] for p in row["points"]] == sorted({48.8, 48.0, 32.0, 16.0, 8.0}, reverse=True)
+
+
+class Counted:
+    """Stands in for an engine with constant step time."""
+
+    def __call__(
+        self, model: str, budgets: list[int], batch: int, **_: Any
+    ) -> tuple[list[tuple[float, float]], float]:
+        self.asked = (model, list(budgets), batch)
+        return [(min(b, 80.0), 5.0 + 0.001 * (i % 2)) for i, b in enumerate(budgets)], 80.0
+
+
+def test_engine_with_constant_step_time_is_recommended(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Counted()
+    monkeypatch.setattr(report, "_vllm", engine)
+    monkeypatch.setattr(report, "copy_bandwidth", lambda _: 4800.0)
+    options: dict[str, Any] = {"union": None, "data": None, "device": "cpu", "dtype": None}
+    row = measure("m", SIZES["qwen3-30b"], "vllm", batch=16, budget=10, **options)
+    assert (row["answer"], row["union"], engine.asked[2]) == ("will not help", 80.0, 16)
+    assert {128, 10} <= set(engine.asked[1])
+    early = measure("m", SIZES["qwen3-30b"], "vllm", batch=1, budget=10, **options)
+    assert (early["answer"], early["points"]) == ("will not help", [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nothere"], "is no folder with a config.json"),
+        (["qwen3-30b"], "needs a memory bandwidth"),
+        (["qwen3-30b", "--gpu", "H20"], "did you mean 'H200'"),
+        (["qwen3-30b", "--bandwidth", "-1"], "must be above 0"),
+        (["qwen3-30b", "--engine", "tgi"], "unknown engine 'tgi'"),
+        (["qwen3-30b", "--engine", "hf"], "decodes after given text"),
+    ],
+)
+def test_wrong_option_is_taken(arguments: list[str], says: str) -> None:
+    result = CliRunner().invoke(app, ["diagnose", *arguments])
+    assert says in str(result.exception)
+
+
+def test_config_without_experts_is_estimated(tmp_path: Path) -> None:
+    Path(tmp_path, "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ValueError, match="names no number of experts"):
+        roofline(read_config(str(tmp_path)))
+
+
+def test_demo_model_is_not_timed(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    text = str(DEMO / "data/heldout-prose.txt.xz")
+    options = ["--engine", "hf", "--data", text, "--budget", "10", "--batch", "4"]
+    result = CliRunner().invoke(app, ["diagnose", str(DEMO / "model"), *options, "--results", str(rows)])
+    assert result.exception is None, result.output
+    row = json.loads(rows.read_text())
+    assert row["answer"] in result.output
+    fetched = {budget: x for budget, (x, _, _) in zip((64, 32, 24, 16, 10, 8, 4), row["points"], strict=True)}
+    assert fetched[4] == 4
+    assert fetched[8] == pytest.approx(8)
+    assert fetched[64] == pytest.approx(row["native_union"])
+    assert all(ms > 0 for _, ms, _ in row["points"])
