@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moebudget.integrations.vllm.board import Board
 from moebudget.integrations.vllm.checks import canary, check_layers, check_stats, router_matrix
 from moebudget.integrations.vllm.config import read_settings
 from moebudget.integrations.vllm.engine import Engine
 from moebudget.integrations.vllm.layout import UnsupportedEngineError, check_layout, check_version
+from moebudget.integrations.vllm.route import Step
 from moebudget.integrations.vllm.spec import UnsupportedRouterError
 from moebudget.presets import parse
 from moebudget.stats import ModelFacts, Stats, StatsError, hash_routers
@@ -158,8 +159,8 @@ def test_canary_survives_prefill_that_changes(monkeypatch: pytest.MonkeyPatch) -
     class Eager:
         path, totals = "", route.totals
 
-        def __call__(self, hidden: Tensor, logits: Tensor, routes: Any, rows: Tensor, *more: Any) -> Any:
-            return route(hidden, logits, routes, torch.ones_like(rows), *more)
+        def __call__(self, step: Step) -> Any:
+            return route(step._replace(rows=torch.ones_like(step.rows)))
 
     monkeypatch.setattr(layer, "route", Eager())
     with pytest.raises(RuntimeError, match="rows that keep the model's routes were changed"):

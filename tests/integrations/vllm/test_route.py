@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moebudget.integrations.vllm import hook
 from moebudget.integrations.vllm.board import KEEPS, PADDING, VOTES, Board
-from moebudget.integrations.vllm.route import KernelRouter, Router, make_router
+from moebudget.integrations.vllm.route import KernelRouter, Router, Step, make_router
 from moebudget.integrations.vllm.spec import router_spec
 from moebudget.kernels import FusedRouter
 from moebudget.presets import parse
@@ -21,7 +21,7 @@ from tests.conftest import HIDDEN, KINDS, make_problem, over_kinds
 N, K, CPU = 64, 8, torch.device("cpu")
 
 
-class Step:
+class Problem:
     """One layer's step as vLLM hands it over: int32 ids in an order of its own, -1 in padding."""
 
     def __init__(self, kind: str, rows: list[int], text: str = "squared:budget=M", budget: int = 10) -> None:
@@ -38,11 +38,14 @@ class Step:
 
     def run(self, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         rows = self.rows if rows is None else rows
+        return self.router(self.step(rows))
+
+    def step(self, rows: Tensor, voting: Tensor | None = None) -> Step:
         request, problem = torch.arange(len(rows)), self.problem
-        return self.router(problem.hidden, problem.logits, (self.ids, self.weights), rows, request, problem.bias)
+        return Step(problem.hidden, problem.logits, self.ids, self.weights, rows, request, problem.bias, voting)
 
 
-def assert_kept(step: Step, found: tuple[Tensor, Tensor], which: Tensor) -> None:
+def assert_kept(step: Problem, found: tuple[Tensor, Tensor], which: Tensor) -> None:
     assert torch.equal(found[0][which], step.ids[which])
     assert torch.equal(found[1][which], step.weights[which])
     assert (found[0].dtype, found[1].dtype) == (step.ids.dtype, step.weights.dtype)
@@ -54,20 +57,20 @@ MIXED = [VOTES] * 5 + [KEEPS] * 4 + [VOTES] * 3 + [PADDING] * 4
 
 @over_kinds
 def test_prefill_row_of_a_mixed_step_changes(kind: str) -> None:
-    step = Step(kind, MIXED)
+    step = Problem(kind, MIXED)
     assert_kept(step, step.run(), step.rows == KEEPS)
 
 
 @over_kinds
 @pytest.mark.parametrize("text", ["squared:budget=M", "base:budget=M", "base:budget=M,fill=drop"])
 def test_budget_of_all_experts_changes_a_decode_row(kind: str, text: str) -> None:
-    step = Step(kind, MIXED, text, budget=N)
+    step = Problem(kind, MIXED, text, budget=N)
     assert_kept(step, step.run(), step.rows != PADDING)
 
 
 @over_kinds
 def test_decode_and_padding_rows_exceed_the_budget(kind: str) -> None:
-    step = Step(kind, MIXED)
+    step = Problem(kind, MIXED)
     ids, weights = step.run()
     voting, padding = step.rows == VOTES, step.rows == PADDING
     active = set(ids[voting].unique().tolist())
@@ -80,20 +83,20 @@ def test_decode_and_padding_rows_exceed_the_budget(kind: str) -> None:
 
 @pytest.mark.parametrize("rows", [[KEEPS] * 8, [PADDING] * 8, [KEEPS] * 4 + [PADDING] * 4])
 def test_step_without_a_vote_changes(rows: list[int]) -> None:
-    step = Step("softmax_renorm", rows)
+    step = Problem("softmax_renorm", rows)
     found = step.run()
     assert_kept(step, found, torch.ones(8, dtype=torch.bool))
     assert not step.router.totals.any()
 
 
 def test_votes_of_prefill_and_padding_count() -> None:
-    alone = Step("softmax_renorm", [VOTES] * 5 + [KEEPS] * 11)
+    alone = Problem("softmax_renorm", [VOTES] * 5 + [KEEPS] * 11)
     with_padding = alone.run(torch.tensor([VOTES] * 5 + [PADDING] * 11, dtype=torch.int8))
     assert torch.equal(alone.run()[0][:5], with_padding[0][:5])
 
 
 def test_poisoned_row_changes_others_or_hides() -> None:
-    step = Step("softmax_renorm", [VOTES] * 6)
+    step = Problem("softmax_renorm", [VOTES] * 6)
     clean = step.run(torch.tensor([VOTES] * 5 + [KEEPS], dtype=torch.int8))
     step.problem.logits[5] = torch.nan
     ids, weights = step.run()
@@ -104,7 +107,7 @@ def test_poisoned_row_changes_others_or_hides() -> None:
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # the interpreter computes padding in numpy
 @pytest.mark.parametrize("text", ["base:budget=M", "squared:budget=M,fill=executed"])
 def test_kernel_router_differs_from_the_torch_router(text: str) -> None:
-    step = Step("softmax_renorm", MIXED, text)
+    step = Problem("softmax_renorm", MIXED, text)
     wanted = step.run()
     step.router = KernelRouter(fused(step, text, max_rows=16))
     found = step.run()
@@ -116,26 +119,24 @@ def test_kernel_router_differs_from_the_torch_router(text: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 def test_long_prompt_beside_decode_rows_reaches_the_kernel_or_uncaps_them() -> None:
     """Sixteen rows and a kernel for eight: only the eight that vote may be looked at."""
-    step = Step("softmax_renorm", MIXED)
+    step = Problem("softmax_renorm", MIXED)
     wanted = step.run()
     step.router = KernelRouter(fused(step, "squared:budget=M", max_rows=8))
     voting = (step.rows == VOTES).nonzero()[:, 0]
-    problem = step.problem
-    arguments = (problem.hidden, problem.logits, (step.ids, step.weights), step.rows, torch.arange(16), problem.bias)
-    found = step.router(*arguments, voting)
+    found = step.router(step.step(step.rows, voting))
     assert_kept(step, found, step.rows != VOTES)
     assert torch.equal(*(x[0][voting].sort(-1).values for x in (found, wanted)))
-    assert_kept(step, step.router(*arguments, voting[:0]), torch.ones(16, dtype=torch.bool))
+    assert_kept(step, step.router(step.step(step.rows, voting[:0])), torch.ones(16, dtype=torch.bool))
 
 
-def fused(step: Step, text: str, max_rows: int) -> FusedRouter:
+def fused(step: Problem, text: str, max_rows: int) -> FusedRouter:
     problem = step.problem
     policy = problem.policy(text)
     return FusedRouter(policy, problem.spec, problem.stats, hidden=HIDDEN, max_rows=max_rows, device=CPU)
 
 
 def test_router_on_the_cpu_claims_a_kernel() -> None:
-    assert Step("softmax", [VOTES]).router.path == "torch (cpu)"
+    assert Problem("softmax", [VOTES]).router.path == "torch (cpu)"
 
 
 class CPURouter:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moebudget.integrations.vllm.board import Board
-from moebudget.integrations.vllm.route import Router
+from moebudget.integrations.vllm.route import Router, Step
 from moebudget.integrations.vllm.spec import router_spec, selection_bias
 
 # The operator gets a layer's name, as vLLM's own does: it is the same in every process, compiled graphs may hold it.
@@ -53,7 +53,8 @@ class Layer:
         rows, request = self.board.rows[:count], self.board.request[:count]
         hidden = hidden[:, : self.hidden]  # vLLM may pad it for a kernel
         bias = selection_bias(self.router)
-        ids, weights = self.route(hidden, logits, (ids, weights), rows, request, bias, self.board.voting)
+        step = Step(hidden, logits, ids, weights, rows, request, bias, self.board.voting)
+        ids, weights = self.route(step)
         return weights, ids
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,19 @@ from moebudget.policy import Policy
 from moebudget.router import RouterSpec
 from moebudget.runtime import LayerRouter
 from moebudget.types import LayerStats, Routing
+
+
+class Step(NamedTuple):
+    """What one layer is asked in one step. `voting` is given in steps of more rows than the board calls wide."""
+
+    hidden: Tensor  # [T, d]
+    logits: Tensor  # [T, N]
+    ids: Tensor  # [T, K] vLLM's own; -1 in padding
+    weights: Tensor  # [T, K]
+    rows: Tensor  # [T] int8, row classes
+    request: Tensor  # [T] int64
+    bias: Tensor | None  # [N]
+    voting: Tensor | None = None  # [V] int64, the rows that vote
 
 
 class Router(Protocol):
@@ -27,21 +40,8 @@ class Router(Protocol):
 
     def clear(self) -> None: ...
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        logits: Tensor,
-        routes: tuple[Tensor, Tensor],
-        rows: Tensor,
-        request: Tensor,
-        bias: Tensor | None,
-        voting: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """hidden [T, d], logits [T, N], vLLM's (ids, weights) [T, K], rows [T] int8, request [T] -> ids, weights.
-
-        `voting` [V] names the rows that vote, in steps of more rows than the board calls wide. The result has the
-        dtypes of vLLM's tensors and shares no memory with them. Ids of padding may be -1.
-        """
+    def __call__(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Ids and weights [T, K], of the dtypes of vLLM's tensors and sharing no memory with them."""
 
 
 def make_router(
@@ -81,26 +81,16 @@ class TorchRouter:
     def clear(self) -> None:
         self.core.totals.zero_()
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        logits: Tensor,
-        routes: tuple[Tensor, Tensor],
-        rows: Tensor,
-        request: Tensor,
-        bias: Tensor | None,
-        voting: Tensor | None = None,  # noqa: ARG002, it looks at all rows
-    ) -> tuple[Tensor, Tensor]:
-        votes = rows == VOTES
-        batch = self.spec(hidden, logits, bias=bias, live=votes, routes=routes, request=request)
+    def __call__(self, step: Step) -> tuple[Tensor, Tensor]:
+        votes, routes = step.rows == VOTES, (step.ids, step.weights)
+        batch = self.spec(step.hidden, step.logits, bias=step.bias, live=votes, routes=routes, request=step.request)
         routing = self.core(batch)
         changed = ((routing.ids != batch.ids) | (routing.weights != batch.weights)).any(-1)
         # Without a vote there is no set that padding could be moved into.
-        take = (votes & changed) | ((rows == PADDING) & votes.any())
-        ids, weights = routes
+        take = ((votes & changed) | ((step.rows == PADDING) & votes.any()))[:, None]
         return (
-            torch.where(take[:, None], routing.ids.to(ids.dtype), ids),
-            torch.where(take[:, None], routing.weights.to(weights.dtype), weights),
+            torch.where(take, routing.ids.to(step.ids.dtype), step.ids),
+            torch.where(take, routing.weights.to(step.weights.dtype), step.weights),
         )
 
 
@@ -122,31 +112,20 @@ class KernelRouter:
     def clear(self) -> None:
         self.fused.counters.zero_()
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        logits: Tensor,
-        routes: tuple[Tensor, Tensor],
-        rows: Tensor,
-        request: Tensor,  # noqa: ARG002, no fused policy looks at requests
-        bias: Tensor | None,
-        voting: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        ids, weights = routes
-        if len(ids) <= self.fused.max_rows:
-            return self._run(hidden, logits, rows, bias, ids, weights)
+    def __call__(self, step: Step) -> tuple[Tensor, Tensor]:
+        if len(step.ids) <= self.fused.max_rows:
+            return self._run(step, step.rows)
         # A prompt of many tokens beside rows that decode, in no graph: only the latter are looked at.
-        assert voting is not None
-        ids, weights = ids.clone(), weights.clone()
-        if len(voting):
-            found = self._run(hidden[voting], logits[voting], None, bias, ids[voting], weights[voting])
-            ids[voting], weights[voting] = found
+        assert step.voting is not None
+        ids, weights, at = step.ids.clone(), step.weights.clone(), step.voting
+        if len(at):
+            part = step._replace(hidden=step.hidden[at], logits=step.logits[at], ids=ids[at], weights=weights[at])
+            ids[at], weights[at] = self._run(part, None)
         return ids, weights
 
-    def _run(
-        self, hidden: Tensor, logits: Tensor, rows: Tensor | None, bias: Tensor | None, ids: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        own = Routing(ids, weights.float())
-        out = Routing(torch.empty_like(ids), torch.empty_like(own.weights))
-        self.fused(hidden, logits, rows, bias, out, own)
-        return out.ids, out.weights.to(weights.dtype)
+    def _run(self, step: Step, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """All rows vote if `rows` is None. No fused policy looks at requests."""
+        own = Routing(step.ids, step.weights.float())
+        out = Routing(torch.empty_like(own.ids), torch.empty_like(own.weights))
+        self.fused(step.hidden, step.logits, rows, step.bias, out, own)
+        return out.ids, out.weights.to(step.weights.dtype)
