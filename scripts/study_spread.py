@@ -1,0 +1,155 @@
+#!/usr/bin/env python3
+"""What spreading experts over the layers gains on the embedded model, at equal average numbers of fetched experts.
+
+    python scripts/study_spread.py calibrate --folder out
+    python scripts/study_spread.py allocate --folder out
+    python scripts/study_spread.py measure --folder out
+
+`allocate` uses calibration documents that the predictor was not fitted on; `measure` the held-out text that
+`compare_methods.py` compares methods on. Rows go to benchmarks/results/quality.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+from moebudget import provenance
+from moebudget.allocate import allocate
+from moebudget.calibrate import calibrate, load_corpus
+from moebudget.calibrate.data import tokenize, pack
+from moebudget.demo.run import BATCH, LENGTH, MODEL, NAME, WINDOW, calibration_corpus, embedded_text, heldout_windows
+from moebudget.demo.tasks import held_out
+from moebudget.evaluate import evaluate
+from moebudget.evaluate.report import load_windows
+from moebudget.integrations.loading import default_device, load_model, vocabulary
+from moebudget.presets import parse
+from moebudget.stats import Stats, load_stats
+
+TARGETS = (6, 8, 10, 13, 16, 20)
+OTHER_BATCHES = (4, 64)
+DOMAINS = ("prose", "code")
+TOKENS = 300_000  # of calibration text, as in compare_methods.py
+
+
+def allocation_windows(tokenizer: Any, entries: int, limit: int, domain: str | None = None) -> Tensor:
+    """Windows [n, 257] of the calibration documents that are held out of the fit, domains mixed, or of one domain."""
+    files = [f for f in embedded_text("calibration") if domain is None or domain in f.name]
+    share = TOKENS // len(embedded_text("calibration"))
+    parts = [load_corpus(str(f), tokenizer, entries, length=LENGTH, max_tokens=share).held_out for f in files]
+    tokens = torch.cat([part.ids[part.mask] for part in parts]).tolist()
+    packed = pack([tokens], WINDOW + 1, None)
+    return load_windows(packed.ids, packed.mask, limit)
+
+
+def domain_windows(tokenizer: Any, entries: int, domain: str, limit: int) -> Tensor:
+    """Windows [n, 257] of one domain of the held-out text."""
+    (file,) = (f for f in embedded_text("heldout") if domain in f.name)
+    packed = pack(tokenize(str(file), tokenizer, entries, min_document=2)[0], WINDOW + 1, tokenizer.eos_token_id)
+    return load_windows(packed.ids, packed.mask, limit)
+
+
+def ways(m: int) -> dict[str, str]:
+    """Rules compared at every target."""
+    return {
+        "BASE": f"base:budget={m}",
+        "BASE, half": f"base:budget={m},fill=half",
+        "BASE, half, relative": f"base:budget={m},fill=half,relative=0.5",
+        "spread": f"spread:budget={m}",
+        "price": f"price:budget={m}",
+    }
+
+
+def left_out(m: int) -> dict[str, str]:
+    """Each piece of `spread` left out or added, at one target; the budgets stay."""
+    return {
+        "with the original denominator": f"spread:budget={m},fill=original",
+        "with the executed denominator": f"spread:budget={m},fill=executed",
+        "with relative costs, .5": f"spread:budget={m},relative=0.5",
+        "with relative costs, 1": f"spread:budget={m},relative=1",
+        "with a floor": f"spread:budget={m},floor=yes",
+        "price with a floor": f"price:budget={m},floor=yes",
+        "price with a ceiling of 20": f"price:budget={m},ceiling=20",
+    }
+
+
+def main() -> None:
+    ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    ap.add_argument("stage", choices=("calibrate", "allocate", "batches", "domains", "measure", "transfer", "sizes"))
+    ap.add_argument("--folder", type=Path, required=True, help="of the statistics")
+    ap.add_argument("--windows", type=int, default=160, help="of 256 tokens to measure on")
+    ap.add_argument("--search", type=int, default=48, help="of 256 tokens to allocate on")
+    ap.add_argument("--items", type=int, default=60, help="of each task, at 10 experts")
+    ap.add_argument("--device", default=default_device())
+    ap.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/quality.jsonl")
+    a = ap.parse_args()
+    model, tokenizer = load_model(str(MODEL), device=a.device, dtype="float32")
+    entries = vocabulary(model)
+
+    def write(rows: list[dict[str, Any]]) -> None:
+        provenance.append_rows(a.results, [{**row, **provenance.stamp(a.device)} for row in rows])
+
+    def measure(
+        named: dict[str, str], stats: Stats, windows: Tensor, bench: str, batch: int = BATCH, items: int = 0, **extra: Any
+    ) -> None:
+        questions = held_out("test", items) if items else []
+        random.Random(0).shuffle(questions)
+        found = evaluate(
+            model, [parse(p) for p in named.values()], stats, windows, items=questions, tokenizer=tokenizer,
+            start_id=tokenizer.eos_token_id, batch=batch, retained_windows=2 * batch, quiet=True,
+        )  # fmt: skip
+        labels = {policy: name for name, policy in named.items()} | {"dense": "unchanged model"}
+        write([{**q.as_row(NAME), "bench": bench, "method": labels[q.policy], **extra} for q in found])
+
+    base = a.folder / "base.safetensors"
+    mixed = a.folder / "spread.safetensors"
+    if a.stage == "calibrate":
+        corpus = calibration_corpus(tokenizer, entries, TOKENS)
+        calibrate(model, corpus, model_id=NAME, budget=10, batch=BATCH, quiet=True).save(base)
+    elif a.stage == "allocate":
+        windows = allocation_windows(tokenizer, entries, a.search)
+        allocate(model, load_stats(base), windows, averages=TARGETS, batch=BATCH).save(mixed)
+    elif a.stage == "batches":
+        for batch in OTHER_BATCHES:
+            windows = allocation_windows(tokenizer, entries, max(a.search, batch))
+            found = allocate(model, load_stats(base), windows, averages=(10,), batch=batch)
+            found.save(a.folder / f"spread-b{batch}.safetensors")
+    elif a.stage == "domains":
+        for domain in DOMAINS:
+            windows = allocation_windows(tokenizer, entries, a.search, domain)
+            found = allocate(model, load_stats(base), windows, averages=(10,), batch=BATCH, prices=False)
+            found.save(a.folder / f"spread-{domain}.safetensors")
+    elif a.stage == "measure":
+        stats, windows = load_stats(mixed), heldout_windows(tokenizer, entries, 176)[: a.windows]
+        for m in TARGETS:
+            named = ways(m) | (left_out(m) if m == 10 else {})
+            measure(named, stats, windows, "spread", items=a.items if m == 10 else 0, target=m)
+    elif a.stage == "sizes":
+        windows = heldout_windows(tokenizer, entries, 176)[:128]
+        for batch in OTHER_BATCHES:
+            own = load_stats(a.folder / f"spread-b{batch}.safetensors")
+            measure(ways(10), own, windows, "spread", batch=batch, target=10, allocated_at=batch)
+            measure({"spread": "spread:budget=10"}, load_stats(mixed), windows, "spread", batch=batch, target=10,
+                    allocated_at=BATCH)  # fmt: skip
+    else:
+        for test in DOMAINS:
+            windows = domain_windows(tokenizer, entries, test, 96)
+            for train in (*DOMAINS, "mixed"):
+                stats = load_stats(mixed if train == "mixed" else a.folder / f"spread-{train}.safetensors")
+                named = ways(10) if train == "mixed" else {"spread": "spread:budget=10"}
+                measure(named, stats, windows, "spread_transfer", target=10, allocated_on=train, measured_on=test)
+
+
+if __name__ == "__main__":
+    main()
