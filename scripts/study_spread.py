@@ -12,11 +12,8 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import random
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,7 @@ sys.path.insert(0, str(ROOT / "src"))
 from moebudget import provenance
 from moebudget.allocate import allocate
 from moebudget.calibrate import calibrate, load_corpus
-from moebudget.calibrate.data import tokenize, pack
+from moebudget.calibrate.data import pack, tokenize
 from moebudget.demo.run import BATCH, LENGTH, MODEL, NAME, WINDOW, calibration_corpus, embedded_text, heldout_windows
 from moebudget.demo.tasks import held_out
 from moebudget.evaluate import evaluate
@@ -38,6 +35,8 @@ from moebudget.presets import parse
 from moebudget.stats import Stats, load_stats
 
 TARGETS = (6, 8, 10, 13, 16, 20)
+SOLVED = (6, 10, 16)  # averages that are solved for; the others lie between
+ROUNDS = 3  # of exchanges
 OTHER_BATCHES = (4, 64)
 DOMAINS = ("prose", "code")
 TOKENS = 300_000  # of calibration text, as in compare_methods.py
@@ -86,11 +85,13 @@ def left_out(m: int) -> dict[str, str]:
 
 def main() -> None:
     ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    ap.add_argument("stage", choices=("calibrate", "allocate", "batches", "domains", "measure", "transfer", "sizes"))
+    ap.add_argument(
+        "stage", choices=("calibrate", "allocate", "batches", "domains", "measure", "tasks", "transfer", "sizes")
+    )
     ap.add_argument("--folder", type=Path, required=True, help="of the statistics")
     ap.add_argument("--windows", type=int, default=160, help="of 256 tokens to measure on")
-    ap.add_argument("--search", type=int, default=48, help="of 256 tokens to allocate on")
-    ap.add_argument("--items", type=int, default=60, help="of each task, at 10 experts")
+    ap.add_argument("--search", type=int, default=32, help="of 256 tokens to allocate on")
+    ap.add_argument("--items", type=int, default=60, help="of each task")
     ap.add_argument("--device", default=default_device())
     ap.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/quality.jsonl")
     a = ap.parse_args()
@@ -101,16 +102,27 @@ def main() -> None:
         provenance.append_rows(a.results, [{**row, **provenance.stamp(a.device)} for row in rows])
 
     def measure(
-        named: dict[str, str], stats: Stats, windows: Tensor, bench: str, batch: int = BATCH, items: int = 0, **extra: Any
+        named: dict[int, dict[str, str]],
+        stats: Stats,
+        windows: Tensor,
+        bench: str,
+        batch: int = BATCH,
+        items: int = 0,
+        **extra: Any,
     ) -> None:
+        policies = [parse(p) for some in named.values() for p in some.values()]
         questions = held_out("test", items) if items else []
         random.Random(0).shuffle(questions)
         found = evaluate(
-            model, [parse(p) for p in named.values()], stats, windows, items=questions, tokenizer=tokenizer,
+            model, policies, stats, windows, items=questions, tokenizer=tokenizer,
             start_id=tokenizer.eos_token_id, batch=batch, retained_windows=2 * batch, quiet=True,
         )  # fmt: skip
-        labels = {policy: name for name, policy in named.items()} | {"dense": "unchanged model"}
-        write([{**q.as_row(NAME), "bench": bench, "method": labels[q.policy], **extra} for q in found])
+        labels = {policy: (name, m) for m, some in named.items() for name, policy in some.items()}
+        labels["dense"] = ("unchanged model", 0)
+        write([
+            {**q.as_row(NAME), "bench": bench, "method": labels[q.policy][0], "target": labels[q.policy][1], **extra}
+            for q in found
+        ])  # fmt: skip
 
     base = a.folder / "base.safetensors"
     mixed = a.folder / "spread.safetensors"
@@ -119,36 +131,37 @@ def main() -> None:
         calibrate(model, corpus, model_id=NAME, budget=10, batch=BATCH, quiet=True).save(base)
     elif a.stage == "allocate":
         windows = allocation_windows(tokenizer, entries, a.search)
-        allocate(model, load_stats(base), windows, averages=TARGETS, batch=BATCH).save(mixed)
+        allocate(model, load_stats(base), windows, averages=SOLVED, rounds=ROUNDS).save(mixed)
     elif a.stage == "batches":
         for batch in OTHER_BATCHES:
             windows = allocation_windows(tokenizer, entries, max(a.search, batch))
-            found = allocate(model, load_stats(base), windows, averages=(10,), batch=batch)
+            found = allocate(model, load_stats(base), windows, averages=(10,), batch=batch, rounds=ROUNDS)
             found.save(a.folder / f"spread-b{batch}.safetensors")
     elif a.stage == "domains":
         for domain in DOMAINS:
             windows = allocation_windows(tokenizer, entries, a.search, domain)
-            found = allocate(model, load_stats(base), windows, averages=(10,), batch=BATCH, prices=False)
+            found = allocate(model, load_stats(base), windows, averages=(10,), rounds=ROUNDS, prices=False)
             found.save(a.folder / f"spread-{domain}.safetensors")
     elif a.stage == "measure":
         stats, windows = load_stats(mixed), heldout_windows(tokenizer, entries, 176)[: a.windows]
-        for m in TARGETS:
-            named = ways(m) | (left_out(m) if m == 10 else {})
-            measure(named, stats, windows, "spread", items=a.items if m == 10 else 0, target=m)
+        measure({m: ways(m) | (left_out(m) if m == 10 else {}) for m in TARGETS}, stats, windows, "spread")
+    elif a.stage == "tasks":
+        windows = heldout_windows(tokenizer, entries, 176)[:BATCH]
+        measure({10: ways(10)}, load_stats(mixed), windows, "spread_tasks", items=a.items)
     elif a.stage == "sizes":
         windows = heldout_windows(tokenizer, entries, 176)[:128]
         for batch in OTHER_BATCHES:
             own = load_stats(a.folder / f"spread-b{batch}.safetensors")
-            measure(ways(10), own, windows, "spread", batch=batch, target=10, allocated_at=batch)
-            measure({"spread": "spread:budget=10"}, load_stats(mixed), windows, "spread", batch=batch, target=10,
-                    allocated_at=BATCH)  # fmt: skip
+            measure({10: ways(10)}, own, windows, "spread_sizes", batch=batch, allocated_at=batch)
+            spread = {10: {"spread": "spread:budget=10"}}
+            measure(spread, load_stats(mixed), windows, "spread_sizes", batch=batch, allocated_at=BATCH)
     else:
         for test in DOMAINS:
             windows = domain_windows(tokenizer, entries, test, 96)
             for train in (*DOMAINS, "mixed"):
                 stats = load_stats(mixed if train == "mixed" else a.folder / f"spread-{train}.safetensors")
                 named = ways(10) if train == "mixed" else {"spread": "spread:budget=10"}
-                measure(named, stats, windows, "spread_transfer", target=10, allocated_on=train, measured_on=test)
+                measure({10: named}, stats, windows, "spread_transfer", allocated_on=train, measured_on=test)
 
 
 if __name__ == "__main__":

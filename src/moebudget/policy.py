@@ -69,9 +69,10 @@ class Policy:
                 f"{len(budget)} budgets were given and the model has {layers} Mixture-of-Experts layers: "
                 "give one number for all, or one a layer"
             )
-        for value in budget:
+        budgets: tuple[int, ...] = tuple(budget)
+        for value in budgets:
             self.checked_budget(value)
-        return tuple(budget)
+        return budgets
 
     def with_budget(self, budget: int | Tensor) -> Policy:
         """The same policy with another budget; a tensor makes the budget a device value.

@@ -128,7 +128,7 @@ class Price:
 
     The statistic `layer_price` [N] holds the layer's mu / g_l for every average budget 1 to N, -inf at N (`moebudget
     allocate`); a step may fetch more or fewer than its layer's average. The largest sum is always in the set.
-    `floor` adds every row's first route; at most `ceiling` experts, the rows' first routes before others under `floor`.
+    `floor` adds every row's first route. At most `ceiling` experts; under `floor` first routes come before others.
     """
 
     budget: int | Tensor

@@ -37,7 +37,12 @@ def trials() -> Trials:
 def test_joint_loss_differs_from_that_of_an_evaluation() -> None:
     (found, free) = trials().measure([[3, 3], [N, N]])
     results = evaluate_text(
-        built(NAME), [parse("base:budget=3,fill=half"), parse("dense")], usual_stats(NAME), WINDOWS, batch=BATCH, quiet=True
+        built(NAME),
+        [parse("base:budget=3,fill=half"), parse("dense")],
+        usual_stats(NAME),
+        WINDOWS,
+        batch=BATCH,
+        quiet=True,
     )
     for measured, result in zip((found, free), results, strict=True):
         torch.testing.assert_close(measured.loss, result.nll, rtol=0, atol=0)

@@ -63,7 +63,9 @@ class Trials:
         run.set_budget(vector)
         run.reset()
         loss = self._losses(run)
-        totals = torch.stack([router.totals.cpu() for router in run.routers])  # [L, fields]: steps, rows, union, fetched
+        totals = torch.stack(
+            [router.totals.cpu() for router in run.routers]
+        )  # [L, fields]: steps, rows, union, fetched
         return Measured(loss, totals[:, 3] / totals[:, 0])
 
     @torch.no_grad()

@@ -74,7 +74,9 @@ def allocate(
             "one_layer_solution_loss": round(losses[0] - dense.mean, 5),
             "equal_loss": round(losses[1] - dense.mean, 5),
         }
-        console.print(f"{average} a layer: {budgets}, +{losses[-1] - dense.mean:.4f} (equal: +{losses[1] - dense.mean:.4f})")
+        console.print(
+            f"{average} a layer: {budgets}, +{losses[-1] - dense.mean:.4f} (equal: +{losses[1] - dense.mean:.4f})"
+        )
     budgets_table = table(solved, union, experts)
     tensors = {"layer_budget": budgets_table}
     if prices:
@@ -197,9 +199,7 @@ def threshold(costs: Tensor, budget: int) -> Tensor:
     return some[min(budget * len(costs), len(some) - 1)]
 
 
-def scale_price(
-    trials: Trials, start: Tensor, average: int, fill: str, relative: float
-) -> tuple[Tensor, float]:
+def scale_price(trials: Trials, start: Tensor, average: int, fill: str, relative: float) -> tuple[Tensor, float]:
     """Log thresholds [L] shifted by one number so that `average` experts are fetched; and what is fetched."""
     policy: Policy = price(1, fill, relative)
     low, high, best = -2.0, 2.0, (math.inf, start, math.nan)

@@ -19,7 +19,7 @@ def interpolate(points: Mapping[int, float], experts: int) -> Tensor:
     values = [points[m] for m in known]
     curve = torch.zeros(experts, dtype=torch.float64)
     for m in range(1, known[-1] + 1):
-        right = next((i for i in range(1, len(known)) if known[i] >= m))
+        right = next(i for i in range(1, len(known)) if known[i] >= m)
         low, high = known[right - 1], known[right]
         share = (m - low) / (high - low)
         curve[m - 1] = values[right - 1] + share * (values[right] - values[right - 1])

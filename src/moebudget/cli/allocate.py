@@ -21,7 +21,9 @@ def allocate_command(
     output: Annotated[Path, typer.Option("-o", "--output", help="The statistics to write, with the allocation.")],
     average: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Solve for this many experts a layer; repeat the option for more. Others lie between."),
+        typer.Option(
+            min=1, help="Solve for this many experts a layer; repeat the option for more. Others lie between."
+        ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows a decode step, as served.")] = 16,
     windows: Annotated[int, typer.Option(min=1, help="Windows of text to measure on at most.")] = 48,

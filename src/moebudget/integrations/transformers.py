@@ -213,8 +213,9 @@ def attach(
     such tokens within a text. Steps that feed several tokens a row (assisted generation) count as prefill unless
     `run.decode_steps` names their rows.
 
-    `budgets`, one for each Mixture-of-Experts layer in order, win over the policy's own. Prefill stays untouched unless `prefill` names a policy for it, as ExFold's `exfold_prefill:p=4`; all tokens of a
-    forward pass that are not decode steps, padding included, are one batch to it.
+    `budgets`, one a Mixture-of-Experts layer in order, win over the policy's own. Prefill stays untouched unless
+    `prefill` names a policy for it, as ExFold's `exfold_prefill:p=4`; all tokens of a forward pass that are not decode
+    steps, padding included, are one batch to it.
 
     `generate` compiles static-cache decoding on some devices; that is switched off while attached, because the hooks
     count on the host.
