@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What spreading experts over the layers gains on the embedded model, at equal average numbers of fetched experts.
 
-    python scripts/study_spread.py calibrate --folder out
+    python scripts/compare_methods.py calibrate --stats out/every.safetensors
     python scripts/study_spread.py allocate --folder out
     python scripts/study_spread.py measure --folder out
 
@@ -24,9 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 from moebudget import provenance
 from moebudget.allocate import allocate
-from moebudget.calibrate import calibrate, load_corpus
+from moebudget.calibrate import load_corpus
 from moebudget.calibrate.data import pack, tokenize
-from moebudget.demo.run import BATCH, LENGTH, MODEL, NAME, WINDOW, calibration_corpus, embedded_text, heldout_windows
+from moebudget.demo.run import BATCH, LENGTH, MODEL, NAME, WINDOW, embedded_text, heldout_windows
 from moebudget.demo.tasks import held_out
 from moebudget.evaluate import evaluate
 from moebudget.evaluate.report import load_windows
@@ -85,9 +85,7 @@ def left_out(m: int) -> dict[str, str]:
 
 def main() -> None:
     ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    ap.add_argument(
-        "stage", choices=("calibrate", "allocate", "batches", "domains", "measure", "tasks", "transfer", "sizes")
-    )
+    ap.add_argument("stage", choices=("allocate", "batches", "domains", "measure", "tasks", "transfer", "sizes"))
     ap.add_argument("--folder", type=Path, required=True, help="of the statistics")
     ap.add_argument("--windows", type=int, default=160, help="of 256 tokens to measure on")
     ap.add_argument("--search", type=int, default=32, help="of 256 tokens to allocate on")
@@ -124,12 +122,9 @@ def main() -> None:
             for q in found
         ])  # fmt: skip
 
-    base = a.folder / "base.safetensors"
+    base = a.folder / "every.safetensors"
     mixed = a.folder / "spread.safetensors"
-    if a.stage == "calibrate":
-        corpus = calibration_corpus(tokenizer, entries, TOKENS)
-        calibrate(model, corpus, model_id=NAME, budget=10, batch=BATCH, quiet=True).save(base)
-    elif a.stage == "allocate":
+    if a.stage == "allocate":
         windows = allocation_windows(tokenizer, entries, a.search)
         allocate(model, load_stats(base), windows, averages=SOLVED, rounds=ROUNDS).save(mixed)
     elif a.stage == "batches":
