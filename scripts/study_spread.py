@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import random
 import sys
 from pathlib import Path
@@ -59,6 +60,14 @@ def domain_windows(tokenizer: Any, entries: int, domain: str, limit: int) -> Ten
     return load_windows(packed.ids, packed.mask, limit)
 
 
+def one_layer_solution(stats: Stats, average: int) -> Stats:
+    """The statistics with the budgets that minimise the sum of one-layer losses, without exchanges."""
+    budgets = torch.tensor(stats.info["allocation"]["averages"][str(average)]["one_layer_solution"])
+    table = stats.tensors["layer_budget"].clone()
+    table[:, average - 1] = budgets
+    return dataclasses.replace(stats, tensors={**stats.tensors, "layer_budget": table})
+
+
 def ways(m: int) -> dict[str, str]:
     """Rules compared at every target."""
     return {
@@ -96,8 +105,7 @@ def main() -> None:
     model, tokenizer = load_model(str(MODEL), device=a.device, dtype="float32")
     entries = vocabulary(model)
 
-    def write(rows: list[dict[str, Any]]) -> None:
-        provenance.append_rows(a.results, [{**row, **provenance.stamp(a.device)} for row in rows])
+    rows: list[dict[str, Any]] = []
 
     def measure(
         named: dict[int, dict[str, str]],
@@ -117,10 +125,9 @@ def main() -> None:
         )  # fmt: skip
         labels = {policy: (name, m) for m, some in named.items() for name, policy in some.items()}
         labels["dense"] = ("unchanged model", 0)
-        write([
-            {**q.as_row(NAME), "bench": bench, "method": labels[q.policy][0], "target": labels[q.policy][1], **extra}
-            for q in found
-        ])  # fmt: skip
+        for quality in found:
+            name, target = labels[quality.policy]
+            rows.append({**quality.as_row(NAME), "bench": bench, "method": name, "target": target, **extra})
 
     base = a.folder / "every.safetensors"
     mixed = a.folder / "spread.safetensors"
@@ -140,6 +147,8 @@ def main() -> None:
     elif a.stage == "measure":
         stats, windows = load_stats(mixed), heldout_windows(tokenizer, entries, 176)[: a.windows]
         measure({m: ways(m) | (left_out(m) if m == 10 else {}) for m in TARGETS}, stats, windows, "spread")
+        additive = {10: {"with the sum of one-layer losses alone": "spread:budget=10"}}
+        measure(additive, one_layer_solution(stats, 10), windows, "spread")
     elif a.stage == "tasks":
         windows = heldout_windows(tokenizer, entries, 176)[:BATCH]
         measure({10: ways(10)}, load_stats(mixed), windows, "spread_tasks", items=a.items)
@@ -157,6 +166,9 @@ def main() -> None:
                 stats = load_stats(mixed if train == "mixed" else a.folder / f"spread-{train}.safetensors")
                 named = ways(10) if train == "mixed" else {"spread": "spread:budget=10"}
                 measure({10: named}, stats, windows, "spread_transfer", allocated_on=train, measured_on=test)
+    if rows:
+        stamp = provenance.stamp(a.device)
+        provenance.append_rows(a.results, [{**row, **stamp} for row in rows])
 
 
 if __name__ == "__main__":

@@ -76,10 +76,7 @@ class Run:
             router.totals.zero_()
 
     def set_budget(self, budget: int | Sequence[int]) -> None:
-        """Change the budget, one for all layers or a list with one a layer, from the next step on.
-
-        Raises ValueError that names both lengths or the wrong value.
-        """
+        """Change the budget, one for all layers or one a layer, from the next step on; ValueError if it is none."""
         for router, one in zip(self.routers, self.policy.layer_budgets(budget, len(self.layers)), strict=True):
             router.set_budget(one)
 
