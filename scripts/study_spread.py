@@ -39,7 +39,8 @@ TARGETS = (6, 8, 10, 13, 16, 20)
 SOLVED = (6, 10, 16)  # averages that are solved for; the others lie between
 ROUNDS = 3  # of exchanges
 OTHER_BATCHES = (4, 64)
-DOMAINS = ("prose", "code")
+DOMAINS = ("prose", "code")  # measured on
+TRAINED = ("prose",)  # allocated on alone
 TOKENS = 300_000  # of calibration text, as in compare_methods.py
 
 
@@ -94,9 +95,9 @@ def left_out(m: int) -> dict[str, str]:
 
 def main() -> None:
     ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    ap.add_argument("stage", choices=("allocate", "batches", "domains", "measure", "tasks", "transfer", "sizes"))
+    ap.add_argument("stage", choices=("allocate", "domains", "measure", "tasks", "transfer", "sizes"))
     ap.add_argument("--folder", type=Path, required=True, help="of the statistics")
-    ap.add_argument("--windows", type=int, default=160, help="of 256 tokens to measure on")
+    ap.add_argument("--windows", type=int, default=96, help="of 256 tokens to measure on")
     ap.add_argument("--search", type=int, default=32, help="of 256 tokens to allocate on")
     ap.add_argument("--items", type=int, default=60, help="of each task")
     ap.add_argument("--device", default=default_device())
@@ -134,13 +135,8 @@ def main() -> None:
     if a.stage == "allocate":
         windows = allocation_windows(tokenizer, entries, a.search)
         allocate(model, load_stats(base), windows, averages=SOLVED, rounds=ROUNDS).save(mixed)
-    elif a.stage == "batches":
-        for batch in OTHER_BATCHES:
-            windows = allocation_windows(tokenizer, entries, max(a.search, batch))
-            found = allocate(model, load_stats(base), windows, averages=(10,), batch=batch, rounds=ROUNDS)
-            found.save(a.folder / f"spread-b{batch}.safetensors")
     elif a.stage == "domains":
-        for domain in DOMAINS:
+        for domain in TRAINED:
             windows = allocation_windows(tokenizer, entries, a.search, domain)
             found = allocate(model, load_stats(base), windows, averages=(10,), rounds=ROUNDS, prices=False)
             found.save(a.folder / f"spread-{domain}.safetensors")
@@ -153,16 +149,13 @@ def main() -> None:
         windows = heldout_windows(tokenizer, entries, 176)[:BATCH]
         measure({10: ways(10)}, load_stats(mixed), windows, "spread_tasks", items=a.items)
     elif a.stage == "sizes":
-        windows = heldout_windows(tokenizer, entries, 176)[:128]
+        windows = heldout_windows(tokenizer, entries, 176)[: a.windows // 64 * 64]
         for batch in OTHER_BATCHES:
-            own = load_stats(a.folder / f"spread-b{batch}.safetensors")
-            measure({10: ways(10)}, own, windows, "spread_sizes", batch=batch, allocated_at=batch)
-            spread = {10: {"spread": "spread:budget=10"}}
-            measure(spread, load_stats(mixed), windows, "spread_sizes", batch=batch, allocated_at=BATCH)
+            measure({10: ways(10)}, load_stats(mixed), windows, "spread_sizes", batch=batch, allocated_at=BATCH)
     else:
         for test in DOMAINS:
-            windows = domain_windows(tokenizer, entries, test, 96)
-            for train in (*DOMAINS, "mixed"):
+            windows = domain_windows(tokenizer, entries, test, a.windows // 2)
+            for train in (*TRAINED, "mixed"):
                 stats = load_stats(mixed if train == "mixed" else a.folder / f"spread-{train}.safetensors")
                 named = ways(10) if train == "mixed" else {"spread": "spread:budget=10"}
                 measure({10: named}, stats, windows, "spread_transfer", allocated_on=train, measured_on=test)

@@ -19,10 +19,16 @@ def test_budgets_are_not_the_best_of_all_allocations(seed: int) -> None:
     curves = torch.rand(layers, n, generator=g, dtype=torch.float64)
     for total in range(layers, layers * n + 2):
         found = solve(curves, total)
-        every = [b for b in itertools.product(range(1, n + 1), repeat=layers) if sum(b) <= total]
+        every = [b for b in itertools.product(range(1, n + 1), repeat=layers) if sum(b) == min(total, layers * n)]
         best = min(sum(float(curves[i, m - 1]) for i, m in enumerate(b)) for b in every)
-        assert sum(found) <= total
+        assert sum(found) == min(total, layers * n)
         assert sum(float(curves[i, m - 1]) for i, m in enumerate(found)) == pytest.approx(best)
+
+
+def test_experts_that_no_layer_gains_from_are_left_over() -> None:
+    assert sum(solve(torch.zeros(3, 4, dtype=torch.float64), 8)) == 8
+    capped = torch.tensor([[1.0, 0.0, torch.inf], [1.0, 0.5, torch.inf]], dtype=torch.float64)
+    assert solve(capped, 5) == [2, 2]
 
 
 def test_too_few_experts_for_the_layers_are_shared_out() -> None:

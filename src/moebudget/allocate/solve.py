@@ -28,15 +28,16 @@ def interpolate(points: Mapping[int, float], experts: int) -> Tensor:
 
 
 def solve(curves: Tensor, total: int) -> list[int]:
-    """min sum_l curves[l, M_l - 1] over 1 <= M_l <= N with sum_l M_l <= total, by dynamic programming over layers.
+    """min sum_l curves[l, M_l - 1] over 1 <= M_l <= N with sum_l M_l = total, by dynamic programming over layers.
 
-    curves [L, N]. Ties go to the smaller budget in the later layer.
+    curves [L, N], inf where a layer may not go; if no allocation has that sum, the best one with a smaller sum. Ties
+    go to the smaller budget in the later layer.
     """
     layers, n = curves.shape
     if total < layers:
         raise ValueError(f"{total} experts for {layers} layers: every layer needs at least one")
     total = min(total, layers * n)
-    best = torch.full((total + 1,), torch.inf, dtype=torch.float64)  # over how many are spent at most
+    best = torch.full((total + 1,), torch.inf, dtype=torch.float64)  # over how many are spent
     best[0] = 0.0
     choices = []
     for layer in range(layers):
@@ -45,7 +46,7 @@ def solve(curves: Tensor, total: int) -> list[int]:
             options[m - 1, m:] = best[: total + 1 - m] + curves[layer, m - 1]
         best, chosen = options.min(0)
         choices.append(chosen + 1)
-    left = int(best.argmin())
+    left = total if best[total] < torch.inf else int(best.argmin())
     budgets = []
     for chosen in reversed(choices):
         budgets.append(int(chosen[left]))
