@@ -92,13 +92,3 @@ def sizes_table(rows: list[Row]) -> str:
     ]  # fmt: skip
     heads = ["batch", "rule", "allocated at batch", "experts", "loss above dense"]
     return "\n\n".join([table(heads, cells, left=2), source(rows[0])])
-
-
-def transfer_table(rows: list[Row]) -> str:
-    cells = [
-        [r["measured_on"], r["method"], "" if r["method"].startswith("BASE") else r["allocated_on"],
-         f"{r['fetched']:.2f}", pm(above(r), r["nll_delta_ci95"], 3)]
-        for r in sorted(rows, key=lambda r: (r["measured_on"], above(r))) if r["target"]
-    ]  # fmt: skip
-    heads = ["measured on", "rule", "allocated on", "experts", "loss above dense"]
-    return "\n\n".join([table(heads, cells, left=3), source(rows[0])])

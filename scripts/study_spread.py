@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "src"))
 from moebudget import provenance
 from moebudget.allocate import allocate
 from moebudget.calibrate import load_corpus
-from moebudget.calibrate.data import pack, tokenize
+from moebudget.calibrate.data import pack
 from moebudget.demo.run import BATCH, LENGTH, MODEL, NAME, WINDOW, embedded_text, heldout_windows
 from moebudget.demo.tasks import held_out
 from moebudget.evaluate import evaluate
@@ -39,25 +39,16 @@ TARGETS = (6, 8, 10, 13, 16, 20)
 SOLVED = (6, 10, 16)  # averages that are solved for; the others lie between
 ROUNDS = 3  # of exchanges
 OTHER_BATCHES = (4, 64)
-DOMAINS = ("prose", "code")  # measured on
-TRAINED = ("prose",)  # allocated on alone
 TOKENS = 300_000  # of calibration text, as in compare_methods.py
 
 
-def allocation_windows(tokenizer: Any, entries: int, limit: int, domain: str | None = None) -> Tensor:
-    """Windows [n, 257] of the calibration documents that are held out of the fit, domains mixed, or of one domain."""
-    files = [f for f in embedded_text("calibration") if domain is None or domain in f.name]
-    share = TOKENS // len(embedded_text("calibration"))
+def allocation_windows(tokenizer: Any, entries: int, limit: int) -> Tensor:
+    """Windows [n, 257] of the calibration documents that are held out of the fit, domains mixed."""
+    files = embedded_text("calibration")
+    share = TOKENS // len(files)
     parts = [load_corpus(str(f), tokenizer, entries, length=LENGTH, max_tokens=share).held_out for f in files]
     tokens = torch.cat([part.ids[part.mask] for part in parts]).tolist()
     packed = pack([tokens], WINDOW + 1, None)
-    return load_windows(packed.ids, packed.mask, limit)
-
-
-def domain_windows(tokenizer: Any, entries: int, domain: str, limit: int) -> Tensor:
-    """Windows [n, 257] of one domain of the held-out text."""
-    (file,) = (f for f in embedded_text("heldout") if domain in f.name)
-    packed = pack(tokenize(str(file), tokenizer, entries, min_document=2)[0], WINDOW + 1, tokenizer.eos_token_id)
     return load_windows(packed.ids, packed.mask, limit)
 
 
@@ -95,7 +86,7 @@ def left_out(m: int) -> dict[str, str]:
 
 def main() -> None:
     ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    ap.add_argument("stage", choices=("allocate", "domains", "measure", "tasks", "transfer", "sizes"))
+    ap.add_argument("stage", choices=("allocate", "measure", "tasks", "sizes"))
     ap.add_argument("--folder", type=Path, required=True, help="of the statistics")
     ap.add_argument("--windows", type=int, default=96, help="of 256 tokens to measure on")
     ap.add_argument("--search", type=int, default=32, help="of 256 tokens to allocate on")
@@ -135,11 +126,6 @@ def main() -> None:
     if a.stage == "allocate":
         windows = allocation_windows(tokenizer, entries, a.search)
         allocate(model, load_stats(base), windows, averages=SOLVED, rounds=ROUNDS).save(mixed)
-    elif a.stage == "domains":
-        for domain in TRAINED:
-            windows = allocation_windows(tokenizer, entries, a.search, domain)
-            found = allocate(model, load_stats(base), windows, averages=(10,), rounds=ROUNDS, prices=False)
-            found.save(a.folder / f"spread-{domain}.safetensors")
     elif a.stage == "measure":
         stats, windows = load_stats(mixed), heldout_windows(tokenizer, entries, 176)[: a.windows]
         measure({m: ways(m) | (left_out(m) if m == 10 else {}) for m in TARGETS}, stats, windows, "spread")
@@ -148,17 +134,10 @@ def main() -> None:
     elif a.stage == "tasks":
         windows = heldout_windows(tokenizer, entries, 176)[:BATCH]
         measure({10: ways(10)}, load_stats(mixed), windows, "spread_tasks", items=a.items)
-    elif a.stage == "sizes":
+    else:
         windows = heldout_windows(tokenizer, entries, 176)[: a.windows // 64 * 64]
         for batch in OTHER_BATCHES:
             measure({10: ways(10)}, load_stats(mixed), windows, "spread_sizes", batch=batch, allocated_at=BATCH)
-    else:
-        for test in DOMAINS:
-            windows = domain_windows(tokenizer, entries, test, a.windows // 2)
-            for train in (*TRAINED, "mixed"):
-                stats = load_stats(mixed if train == "mixed" else a.folder / f"spread-{train}.safetensors")
-                named = ways(10) if train == "mixed" else {"spread": "spread:budget=10"}
-                measure({10: named}, stats, windows, "spread_transfer", allocated_on=train, measured_on=test)
     if rows:
         stamp = provenance.stamp(a.device)
         provenance.append_rows(a.results, [{**row, **stamp} for row in rows])

@@ -211,7 +211,6 @@ def blocks(quality: list[Row], analysis: list[Row], routing: list[Row]) -> dict[
         (SPREAD, "pieces-table"): spread_tables.pieces_table(last_run(quality, "spread")),
         (SPREAD, "tasks-table"): spread_tables.tasks_table(last_run(quality, "spread_tasks")),
         (SPREAD, "sizes-table"): spread_tables.sizes_table(last_run(quality, "spread_sizes")),
-        (SPREAD, "transfer-table"): spread_tables.transfer_table(last_run(quality, "spread_transfer")),
         ("docs/kernels.md", "routing-table"): routing_table(routing),
         ("docs/comparison.md", "methods-table"): methods_table(quality),
         ("docs/analyses.md", "geometry-table"): geometry_table(analysis),
