@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import spread_tables
+
 from moebudget.evaluate.report import pm
 
 Row = dict[str, Any]
@@ -248,6 +250,9 @@ def speed_line(rows: list[Row]) -> str:
     )
 
 
+SPREAD = "docs/methods/spread.md"
+
+
 def blocks(
     quality: list[Row], analysis: list[Row], routing: list[Row], decode: list[Row]
 ) -> dict[tuple[str, str], str]:
@@ -255,6 +260,10 @@ def blocks(
     return {
         ("docs/vllm.md", "decode-table"): decode_table(decode),
         ("README.md", "speed"): speed_line(decode),
+        (SPREAD, "spread-table"): spread_tables.targets_table(last_run(quality, "spread")),
+        (SPREAD, "pieces-table"): spread_tables.pieces_table(last_run(quality, "spread")),
+        (SPREAD, "tasks-table"): spread_tables.tasks_table(last_run(quality, "spread_tasks")),
+        (SPREAD, "sizes-table"): spread_tables.sizes_table(last_run(quality, "spread_sizes")),
         ("docs/kernels.md", "routing-table"): routing_table(routing),
         ("docs/comparison.md", "methods-table"): methods_table(quality),
         ("docs/analyses.md", "geometry-table"): geometry_table(analysis),

@@ -67,20 +67,30 @@ RIVALS = (
     "base:budget=M,fill=preserved",
     "nonlinear:budget=M",
 )
-POLICIES = ("dense", "topk:k=1", "topk:k=3", "oea:k0=1", "oea:k0=2,fill=original", *BUDGETED, *RIVALS)
+OURS = (
+    "base:budget=M,fill=half",
+    "base:budget=M,relative=0.5",
+    "spread:budget=M",
+    "spread:budget=M,relative=1,floor=yes,fill=original",
+    "price:budget=M",
+    "price:budget=M,floor=yes,ceiling=7",
+)
+POLICIES = ("dense", "topk:k=1", "topk:k=3", "oea:k0=1", "oea:k0=2,fill=original", *BUDGETED, *RIVALS, *OURS)
 HIDDEN = 6
-# The presets of RIVALS share these and walk fewer shapes, in which every two of T, N and K still meet.
+# The presets of RIVALS and OURS share these and walk fewer shapes, in which every two of T, N and K still meet.
 RIVAL_KINDS = ("softmax_renorm", "sigmoid_bias", "groups_top2")
 RIVAL_SHAPES = [
     (t, n, (1, 2, 8)[(i + j) % 3]) for i, t in enumerate((0, 1, 2, 5, 16)) for j, n in enumerate((8, 60, 64))
 ]
+
+FEWER = (*RIVALS, *OURS)
 
 over_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def over_policies(policies: tuple[str, ...] = POLICIES, every_kind: bool = False) -> Callable[[Any], Any]:
     """Run a test for every preset and its router kinds; the test walks the shapes."""
-    kinds = {text: KINDS if every_kind or text not in RIVALS else RIVAL_KINDS for text in policies}
+    kinds = {text: KINDS if every_kind or text not in FEWER else RIVAL_KINDS for text in policies}
     return pytest.mark.parametrize(("text", "kind"), [(text, kind) for text in policies for kind in kinds[text]])
 
 
@@ -168,6 +178,8 @@ def more_stats(n: int, k: int, g: torch.Generator) -> dict[str, Tensor]:
         "nonlinear_features": torch.randn(5, HIDDEN, generator=g),
         "nonlinear_weight": torch.randn(n, HIDDEN + 5, generator=g),
         "nonlinear_bias": torch.randn(n, generator=g),
+        "layer_budget": budgets_of(n, g),
+        "layer_price": prices_of(n, g),
         "placement_device": torch.randint(0, 4, (n,), generator=g),
         "placement_cost": torch.randint(0, 3, (n,), generator=g).float(),
     }
@@ -180,10 +192,20 @@ def more_stats(n: int, k: int, g: torch.Generator) -> dict[str, Tensor]:
     return stats
 
 
+def budgets_of(n: int, g: torch.Generator) -> Tensor:
+    """A layer's budgets for every average [N]: rising unsteadily, N at the end."""
+    return torch.cat([torch.randint(1, n + 1, (n - 1,), generator=g).sort().values, torch.tensor([n])])
+
+
+def prices_of(n: int, g: torch.Generator) -> Tensor:
+    """A layer's thresholds for every average [N], falling to -inf; some experts cost more and some less."""
+    return torch.cat([torch.randn(n - 1, generator=g).sort(descending=True).values.exp(), torch.tensor([-torch.inf])])
+
+
 @cache
 def problems(kind: str, text: str = "") -> tuple[Problem, ...]:
-    """One problem a shape, with budgets that go round; fewer shapes if `text` is one of RIVALS."""
-    shapes, budgets = RIVAL_SHAPES if text in RIVALS else SHAPES, itertools.cycle((1, 3, 6, 10))
+    """One problem a shape, with budgets that go round; fewer shapes if `text` is one of FEWER."""
+    shapes, budgets = RIVAL_SHAPES if text in FEWER else SHAPES, itertools.cycle((1, 3, 6, 10))
     return tuple(make_problem(kind, t, n, k, m) for (t, n, k), m in zip(shapes, budgets, strict=False))
 
 

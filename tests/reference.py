@@ -105,6 +105,19 @@ def demand(rows: Sequence[Row], experts: int, cost: Cost) -> list[float]:
     return total
 
 
+def relative(rows: Sequence[Row], cost: Cost, exponent: float) -> Cost:
+    """A cost over the row's total to a power."""
+    totals = [sum(cost(t, u, w) for u, w in row.routes) for t, row in enumerate(rows)]
+    return lambda t, u, w: cost(t, u, w) / totals[t] ** exponent
+
+
+def first_first(rows: Sequence[Row], total: Vector, floor: bool) -> list[int]:
+    """Routed experts, the largest demand first; with a floor the rows' first routes come before all others."""
+    routed = first_union(rows, len(total))
+    first = first_union(rows, 1) if floor else set[int]()
+    return [*best_first(total, len(total), first), *best_first(total, len(total), routed - first)]
+
+
 def first_union(rows: Sequence[Row], k0: int) -> set[int]:
     """Union of every row's first k0 routes; with k0 = K the native union."""
     return {expert for row in rows for expert in row.ids[:k0]}
@@ -141,6 +154,9 @@ def over(spec: RouterSpec, row: Row, ids: Sequence[int], denominator: str) -> Ro
     if denominator == "preserved":  # what runs adds up to what the model's own routes did (Lynx)
         mass = sum(row.probs[u] for u in ids)
         return [(u, row.probs[u] / mass * sum(row.weights)) for u in ids]
+    if denominator == "half":  # root of the product of both denominators
+        both = zip(_over_original(row, ids), _over_executed(spec, row, ids), strict=True)
+        return [(u, math.sqrt(a * b)) for (u, a), (_, b) in both]
     return _over_executed(spec, row, ids) if denominator == "executed" else _over_original(row, ids)
 
 

@@ -162,6 +162,30 @@ def test_statistics_for_other_policies_are_not_collected_or_read(
     refused(["calibrate", model, "--data", text, "-o", path, "--for", "seer"], capsys, "'seer'", "did you mean 'sere'")
 
 
+def test_allocation_is_not_written_or_read(
+    model: Path, text: Path, stats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, common = tmp_path / "a.safetensors", ["--data", text, "--windows", 4, "--length", 32, "--batch", 4]
+    options = ["--stats", stats, "--policy", "spread:budget=3"]
+    refused(evaluation(model, text, *options), capsys, "'layer_budget'", "moebudget allocate MODEL")
+    arguments = ["allocate", model, "--stats", stats, *common, "-o"]
+    refused([*arguments, tmp_path / "no" / "a.safetensors"], capsys, "does not exist")
+    refused([*arguments, path, "--fill", "quarter"], capsys, "unknown fill 'quarter'")
+    refused([*arguments, path, "--average", 9], capsys, "averages=[9]", "8 experts")
+    assert run([*arguments, path, "--average", 2, "--average", 3]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["output"] == str(path)
+    assert sum(report["averages"]["3"]["budgets"]) == 6
+    assert (
+        run(evaluation(model, text, "--stats", path, "--policy", "spread:budget=3", "--policy", "price:budget=3")) == 0
+    )
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert rows[1]["fetched"] <= 3
+    assert rows[1]["nll"] - rows[0]["nll"] < 1
+    assert run(["calibrate", model, "--data", text, "-o", tmp_path / "s", "--length", 64, "--for", "spread"]) == 0
+    assert f"moebudget allocate {model}" in capsys.readouterr().err.replace("\n", "")
+
+
 def test_analyse_leaves_out_a_study_that_it_could_run(
     model: Path, text: Path, stats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

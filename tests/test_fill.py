@@ -38,7 +38,7 @@ def softmax_problem(logits: list[list[float]], k: int, renormalize: bool = True)
 
 @over_kinds
 @pytest.mark.parametrize("size", [1, 3, 7])
-@pytest.mark.parametrize("denominator", ["original", "executed"])
+@pytest.mark.parametrize("denominator", ["original", "executed", "half"])
 def test_backfill_differs_from_the_specification(kind: str, size: int, denominator: str) -> None:
     for problem in problems(kind):
         active = random_set(problem, size)

@@ -21,6 +21,7 @@ from moebudget.types import LayerStats, MissingStatisticError, Routing
 from tests import reference, reference_rivals
 from tests.conftest import (
     BUDGETED,
+    OURS,
     POLICIES,
     RIVALS,
     Problem,
@@ -86,6 +87,9 @@ def reference_routes(text: str, problem: Problem) -> list[reference.Routes]:
     """What the preset executes, from the specification alone."""
     name, given = fields_of(text)
     rows, spec = problem.reference, problem.spec
+    if text in OURS:
+        active, fill = ours(name, given, problem)
+        return [reference.backfill(spec, row, active, fill) for row in rows]
     if text in RIVALS:
         _, at_budget = fields_of(text.replace("M", str(problem.budget)))
 
@@ -106,6 +110,24 @@ def reference_routes(text: str, problem: Problem) -> list[reference.Routes]:
     if fill == "drop":
         return [reference.drop(row, active) for row in rows]
     return [reference.backfill(spec, row, active, fill) for row in rows]
+
+
+def ours(name: str, given: Mapping[str, str], problem: Problem) -> tuple[set[int], str]:
+    """The active set of our own presets, from their equations, and the fill."""
+    rows, stats, m = problem.reference, problem.plain_stats, problem.budget
+    cost = reference.relative(rows, cost_of("base", problem), float(given.get("relative", 0)))
+    total = reference.demand(rows, problem.spec.num_experts, cost)
+    order = reference.first_first(rows, total, given.get("floor") == "yes")
+    entry = min(m, problem.spec.num_experts) - 1
+    if name == "base":
+        return set(order[:m]), given.get("fill", "original")
+    if name == "spread":
+        return set(order[: stats["layer_budget"][entry]]), given.get("fill", "half")
+    first = reference.first_union(rows, 1) if given.get("floor") == "yes" else set[int]()
+    bought = {u for u in order if total[u] > stats["layer_price"][entry] or u in first}
+    bought |= set(reference.first_first(rows, total, floor=False)[:1])
+    kept = [u for u in order if u in bought]
+    return set(kept[: int(given.get("ceiling", len(kept)))]), "half"
 
 
 @over_policies(every_kind=True)
@@ -135,7 +157,7 @@ def test_executed_id_lies_outside_the_active_set(text: str, kind: str) -> None:
         assert torch.equal(fetched, mask) or (text in SPARE and not (fetched & ~mask).any()), problem.shape
 
 
-@over_policies((*BUDGETED, *OF_THE_UNION))
+@over_policies((*BUDGETED, *OF_THE_UNION, *OURS[:2]))
 def test_fetches_other_than_the_lesser_of_budget_and_native_union(text: str, kind: str) -> None:
     for problem, _, routing in solved(text, kind):
         fetched = int(fetched_experts(routing, problem.batch).sum())
@@ -166,7 +188,10 @@ def unlimited(text: str, problem: Problem) -> list[Policy]:
     if name in loose:
         fields |= {field: str(value) for field, value in loose[name].items()}
     union = int(native_union(problem.batch).sum())
-    whole_model = name in ("exfold_static", "reap_static", "moe_spec")  # pools that hold experts nobody routes to
+    # pools that hold experts nobody routes to; budgets and prices of the layer's own
+    whole_model = name in ("exfold_static", "reap_static", "moe_spec", "spread", "price")
+    if "ceiling" in fields:
+        fields["ceiling"] = str(n)
     written = f"{name}:" + ",".join(f"{field}={value}" for field, value in fields.items())
     budgets = {n, n + 5} if whole_model else {max(union, 1), n, n + 5}
     return [parse(written.replace("=M", f"={budget}")) for budget in sorted(budgets)]
@@ -440,7 +465,8 @@ def test_reads_other_statistics_than_it_needs(text: str) -> None:
     for name in policy.needs:
         short = LayerStats({key: tensor for key, tensor in problem.stats.items() if key != name})
         for use in (lambda short=short: policy(problem.batch, short), lambda short=short: LayerRouter(policy, short)):
-            made_by = "Placement.contiguous" if name.startswith("placement") else "moebudget calibrate"
+            ways = {"placement": "Placement.contiguous", "layer": "moebudget allocate"}
+            made_by = ways.get(name.partition("_")[0], "moebudget calibrate")
             with pytest.raises(MissingStatisticError, match=f"{name!r}.*{made_by}"):
                 use()
 

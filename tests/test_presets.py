@@ -24,8 +24,15 @@ from moebudget.score import (
 from moebudget.select import TopBudget, Union, Voted
 from moebudget.spelling import FILLS
 
-BUDGETED = ("router_mass", "squared", "static", "base", "nonlinear", "oracle")
-WORDS = {"metric": METRICS, "guard": YES_NO, "additive": YES_NO, "protect": YES_NO, "fill": tuple(FILLS)}
+BUDGETED = ("router_mass", "squared", "static", "base", "nonlinear", "oracle", "spread", "price")
+WORDS = {
+    "metric": METRICS,
+    "guard": YES_NO,
+    "additive": YES_NO,
+    "protect": YES_NO,
+    "floor": YES_NO,
+    "fill": tuple(FILLS),
+}
 
 
 def random_value(field: str, annotation: str, rng: random.Random) -> Any:
@@ -124,12 +131,12 @@ def test_preset_without_a_budget_is_made_of_other_pieces() -> None:
             "bsae:budget=10",
             r"unknown policy 'bsae' \(did you mean 'base'\?\); known: dense, topk, oea, sere, .*oracle",
         ),
-        ("zzz", "unknown policy 'zzz'; known: dense, .*base, nonlinear, oracle$"),
+        ("zzz", "unknown policy 'zzz'; known: dense, .*oracle, spread, price$"),
         ("", "unknown policy ''; known: dense"),
-        ("base:bugdet=10", r"base: unknown field 'bugdet' \(did you mean 'budget'\?\); known: budget, fill"),
-        ("base:budget=10,k0=2", "base: unknown field 'k0'; known: budget, fill"),
+        ("base:bugdet=10", r"base: unknown field 'bugdet' \(did you mean 'budget'\?\); known: budget, fill, relative"),
+        ("base:budget=10,k0=2", "base: unknown field 'k0'; known: budget, fill, relative"),
         ("dense:budget=10", "dense: unknown field 'budget'; known: none"),
-        ("base:10", r"base: unknown setting \(field=value expected\) '10'; known: budget, fill"),
+        ("base:10", r"base: unknown setting \(field=value expected\) '10'; known: budget, fill, relative"),
         ("base", "base: budget is missing; write for example base:budget=8"),
         ("base:fill=drop", "base: budget is missing"),
         ("oea", "oea: k0 is missing; write for example oea:k0=2"),
@@ -137,7 +144,7 @@ def test_preset_without_a_budget_is_made_of_other_pieces() -> None:
         ("base:budget=10,budget=11", "base: budget is given twice in 'base:budget=10,budget=11'"),
         (
             "base:budget=10,fill=zero",
-            "base: unknown fill 'zero'; known fills: original, executed, preserved, drop, substitute",
+            "base: unknown fill 'zero'; known fills: original, executed, half, preserved, drop, substitute",
         ),
         ("oea:k0=1,fill=", "oea: unknown fill ''"),
         ("base:budget=0", "base: budget=0 must be at least 1"),
@@ -173,15 +180,26 @@ def test_example_is_no_policy_or_the_error_shows_none() -> None:
                 parse(name)
 
 
+OURS = ("base", "spread", "price")
 NUMBERS = ("oea p", "sere rho", "lynx alpha", "caee theta", "caee_offload theta", "skip scale")
-NUMBERS = (*NUMBERS, "des_vote beta", "dmoe share", "acceptmoe scale")
-SHARES = ("oea p", "caee_offload theta", "des_vote beta", "dmoe share")
+NUMBERS = (*NUMBERS, "des_vote beta", "dmoe share", "acceptmoe scale", *(f"{p} relative" for p in OURS))
+ZERO = ("sere rho", *(f"{p} relative" for p in OURS))
+SHARES = ("oea p", "caee_offload theta", "des_vote beta", "dmoe share", *ZERO[1:])
 COUNTS = ("oea k0", "oea k_max", "oea max_rank", "sere s", "exfold budget", "exfold_static budget", "exfold_prefill p")
 COUNTS = (*COUNTS, "xshare_balanced m", "reap budget", "reap_static budget", "moe_spec budget", "nonlinear budget")
+COUNTS = (*COUNTS, *(f"{p} budget" for p in OURS), "price ceiling")
 FROM_ZERO = ("lynx beta", "lynx_lat drop", "xshare k0", "xshare m", "xshare m_request")
 FROM_ZERO = (*FROM_ZERO, "xshare_ep k0", "xshare_ep m_device")
 CHOICES = ("sere metric", "xshare additive", "xshare_ep additive", "caee guard", "reap_static protect")
-CHOICES = (*CHOICES, "oea fill", "moe_spec fill", "nonlinear fill")
+CHOICES = (
+    *CHOICES,
+    "oea fill",
+    "moe_spec fill",
+    "nonlinear fill",
+    *(f"{p} fill" for p in OURS),
+    "spread floor",
+    "price floor",
+)
 
 
 def with_field(owner: str, value: Any) -> tuple[str, str, dict[str, Any]]:
@@ -204,7 +222,7 @@ def refuses(owner: str, value: Any, why: str) -> None:
 def test_a_parameter_of_a_preset_is_not_tried() -> None:
     tried = {*NUMBERS, *COUNTS, *FROM_ZERO, *CHOICES}
     rivals = list(PRESETS)[list(PRESETS).index("oea") : list(PRESETS).index("acceptmoe") + 1]
-    fields = {name: inspect.signature(PRESETS[name]).parameters for name in (*rivals, "nonlinear")}
+    fields = {name: inspect.signature(PRESETS[name]).parameters for name in (*rivals, "nonlinear", *OURS)}
     assert tried == {f"{name} {field}" for name in fields for field in fields[name]}
 
 
@@ -212,18 +230,19 @@ def test_a_parameter_of_a_preset_is_not_tried() -> None:
 def test_impossible_share_or_threshold_is_accepted(owner: str) -> None:
     name, field, fields = with_field(owner, 0)
     limit = " and at most 1" if owner in SHARES else ""
+    least = "at least" if owner in ZERO else "above"
     for value in (math.nan, math.inf, -math.inf, "0.5", None, True, False, [1.0]):
         refuses(owner, value, f"is not a number; as in {name}:{field}=0.5")
-    if owner == "sere rho":
-        assert PRESETS[name](**fields) == PRESETS[name](fields["s"])
-        refuses(owner, -1, "must be at least 0$")
+    if owner in ZERO:
+        assert PRESETS[name](**fields) == PRESETS[name](**{f: v for f, v in fields.items() if f != field})
+        refuses(owner, -1, f"must be at least 0{limit}$")
     else:
         for value in (0, -1, -0.25):
             refuses(owner, value, f"must be above 0{limit}$")
     for value in (1.5, 2, 1e300):
         if owner in SHARES:
             with pytest.raises(
-                ValueError, match=f"^{name}: {field}={re.escape(f'{value:g}')} must be above 0{limit}$"
+                ValueError, match=f"^{name}: {field}={re.escape(f'{value:g}')} must be {least} 0{limit}$"
             ):
                 PRESETS[name](**{**fields, field: value})
         else:

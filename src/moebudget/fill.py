@@ -14,7 +14,7 @@ from moebudget.types import Active, LayerStats, RouterBatch, Routing
 
 UNSEEN = 1e30  # fold_loss of a pair that was never routed together
 
-Denominator = Literal["original", "executed", "preserved"]
+Denominator = Literal["original", "executed", "preserved", "half"]
 
 
 class Fill(Protocol):
@@ -74,6 +74,9 @@ def _finish(
     if denominator == "preserved" or (denominator == "executed" and batch.renormalize):
         executed = weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
         weights = weights * (batch.weights.sum(-1, keepdim=True) / executed)
+    elif denominator == "half" and batch.renormalize:
+        executed = weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        weights = weights * (batch.weights.sum(-1, keepdim=True) / executed).sqrt()
     own_ids, own_weights = widen(batch.ids, batch.weights, ids.shape[-1])
     ids, weights = torch.where(unchanged, own_ids, ids), torch.where(unchanged, own_weights, weights)
     votes = batch.live[..., None]
@@ -88,7 +91,8 @@ class Backfill:
 
     original: w_tv = p_tv / sum_{u in R_t} p_tu, the denominator of the model's own routes R_t (BASE, section 3.3).
     executed: w_tv = p_tv / sum_{u in R'_t} p_tu, renormalised over the executed experts (OEA, eq. 1).
-    For models that do not renormalise both are w = p times the model's scale.
+    half: the geometric mean of these two denominators (ours), so a row's weights sum to the root of what `original`
+    leaves of them. For models that do not renormalise all three are w = p times the model's scale.
     preserved: renormalised so that the row's weights add up to what the model's own did, in every model (Lynx).
 
     At most `k_max` experts a row (None: K), and only a row's `max_rank` best of all N (None: any): OEA,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from moebudget.fill import Fill
 from moebudget.score import Score
-from moebudget.select import Select, TopBudget
+from moebudget.select import Budgeted, Select
 from moebudget.types import NO_STATS, Active, LayerStats, RouterBatch, Routing
 
 
@@ -45,7 +47,7 @@ class Policy:
 
     @property
     def budget(self) -> int | Tensor | None:
-        return self.select.budget if isinstance(self.select, TopBudget) else None
+        return self.select.budget if isinstance(self.select, Budgeted) else None
 
     def checked_budget(self, budget: int | Tensor) -> int | Tensor:
         """The budget itself; ValueError if the policy has none to change or it is no whole number of at least 1."""
@@ -59,13 +61,26 @@ class Policy:
             raise ValueError(f"budget={budget!r} must be a whole number of at least 1")
         return budget
 
+    def layer_budgets(self, budget: object, layers: int) -> tuple[int, ...]:
+        """One budget a layer, from a number for all or a list. ValueError names both lengths or the wrong value."""
+        single = isinstance(budget, str) or not isinstance(budget, Sequence)
+        budgets: tuple[Any, ...] = (budget,) * layers if single else tuple(budget)  # type: ignore[arg-type]
+        if len(budgets) != layers:
+            raise ValueError(
+                f"{len(budgets)} budgets were given and the model has {layers} Mixture-of-Experts layers: "
+                "give one number for all, or one a layer"
+            )
+        for value in budgets:
+            self.checked_budget(value)
+        return budgets
+
     def with_budget(self, budget: int | Tensor) -> Policy:
         """The same policy with another budget; a tensor makes the budget a device value.
 
         Raises ValueError below 1 or for a policy without a budget.
         """
         budget = self.checked_budget(budget)
-        assert isinstance(self.select, TopBudget)
+        assert isinstance(self.select, Budgeted)
         name = self.name if isinstance(budget, Tensor) else re.sub(r"\bbudget=\d+", f"budget={budget}", self.name)
         return dataclasses.replace(self, select=dataclasses.replace(self.select, budget=budget), name=name)
 

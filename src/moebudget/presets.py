@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from moebudget import fill, rivals, score, select
 from moebudget.policy import Policy
 from moebudget.rivals import (
+    YES_NO,
     acceptmoe,
     caee,
     caee_offload,
@@ -32,13 +33,20 @@ from moebudget.rivals import (
     xshare_balanced,
     xshare_ep,
 )
-from moebudget.spelling import count, fill_of, read, spell
+from moebudget.spelling import choice, count, fill_of, number, read, spell
 
 
 def _budgeted(preset: str, rule: score.Score, budget: int, fill: str) -> Policy:
     budget = count(preset, "budget", budget)
     name = spell(preset, {"fill": "original"}, budget=budget, fill=fill)
     return Policy(rule, select.TopBudget(budget), fill_of(preset, fill), name)
+
+
+def _relative(preset: str, exponent: float) -> score.Score:
+    """BASE's removal costs, relative to the row's sum to the power of `exponent`."""
+    exponent = number(preset, "relative", exponent, most=1.0, zero=True)
+    rule = score.PredictedEnergy()
+    return score.Relative(rule, exponent) if exponent else rule
 
 
 def dense() -> Policy:
@@ -67,13 +75,44 @@ def static(budget: int, fill: str = "original") -> Policy:
     return _budgeted("static", score.StaticEnergy(), budget, fill)
 
 
-def base(budget: int, fill: str = "original") -> Policy:
+def base(budget: int, fill: str = "original", relative: float = 0.0) -> Policy:
     """BASE: the `budget` experts with the largest predicted removal cost, sum_t w_tu^2 e_u(z_t).
 
     https://arxiv.org/abs/2609.36222, sections 3.2 and 3.3. `fill` is "original" in the paper; "executed", "drop" and
-    "substitute" are its ablations.
+    "substitute" are its ablations. `relative` (ours): each row's costs are divided by their sum to this power.
     """
-    return _budgeted("base", score.PredictedEnergy(), budget, fill)
+    rule, budget = _relative("base", relative), count("base", "budget", budget)
+    name = spell("base", {"fill": "original", "relative": 0.0}, budget=budget, fill=fill, relative=relative)
+    return Policy(rule, select.TopBudget(budget), fill_of("base", fill), name)
+
+
+def spread(budget: int, fill: str = "half", relative: float = 0.0, floor: str = "no") -> Policy:
+    """BASE's removal costs with more experts in the layers that need them, `budget` a layer on average (ours).
+
+    Each layer's number is read from the statistics (`moebudget allocate`). `floor=yes` keeps every row's best expert
+    while the layer's number allows; `relative` is that of `base`.
+    """
+    rule, budget = _relative("spread", relative), count("spread", "budget", budget)
+    on = choice("spread", "floor", floor, YES_NO) == "yes"
+    defaults = {"fill": "half", "relative": 0.0, "floor": "no"}
+    name = spell("spread", defaults, budget=budget, fill=fill, relative=relative, floor=floor)
+    return Policy(rule, select.LayerBudget(budget, on), fill_of("spread", fill), name)
+
+
+def price(
+    budget: int, fill: str = "half", relative: float = 0.0, floor: str = "no", ceiling: int | None = None
+) -> Policy:
+    """Every expert whose removal cost times the layer's gain exceeds one price, `budget` a layer on average (ours).
+
+    Price and gains are read from the statistics (`moebudget allocate`) and hold for the batch size they were made at.
+    `floor=yes` adds every row's best expert; `ceiling` is the most that a layer fetches in a step.
+    """
+    rule, budget = _relative("price", relative), count("price", "budget", budget)
+    on = choice("price", "floor", floor, YES_NO) == "yes"
+    ceiling = None if ceiling is None else count("price", "ceiling", ceiling)
+    defaults = {"fill": "half", "relative": 0.0, "floor": "no", "ceiling": None}
+    name = spell("price", defaults, budget=budget, fill=fill, relative=relative, floor=floor, ceiling=ceiling)
+    return Policy(rule, select.Price(budget, on, ceiling), fill_of("price", fill), name)
 
 
 def nonlinear(budget: int, fill: str = "original") -> Policy:
@@ -89,7 +128,7 @@ def oracle(budget: int, fill: str = "original") -> Policy:
 _ALL: tuple[Callable[..., Policy], ...] = (
     dense, topk, oea, sere, lynx, lynx_lat, exfold, exfold_static, exfold_prefill, xshare, xshare_balanced, xshare_ep,
     caee, caee_offload, skip, reap, reap_static, moe_spec, des_vote, dmoe, acceptmoe, router_mass, squared, static,
-    base, nonlinear, oracle,
+    base, nonlinear, oracle, spread, price,
 )  # fmt: skip
 PRESETS: dict[str, Callable[..., Policy]] = {f.__name__: f for f in _ALL}
 EXAMPLES: dict[str, str] = {
@@ -97,6 +136,8 @@ EXAMPLES: dict[str, str] = {
     "topk": "topk:k=2",
     **rivals.EXAMPLES,
     **{name: f"{name}:budget=8" for name in ("router_mass", "squared", "static", "base", "nonlinear", "oracle")},
+    "spread": "spread:budget=8",
+    "price": "price:budget=8",
 }
 
 

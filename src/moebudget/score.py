@@ -151,6 +151,31 @@ class NonlinearEnergy:
 
 
 @dataclass(frozen=True, slots=True)
+class Relative:
+    """Another score, each row divided by its sum to a power: c_tu / (sum_v c_tv)^exponent (ours).
+
+    For removal costs the sum is about |y_t|^2, the squared norm of the layer's output for the row (outputs are nearly
+    orthogonal): with exponent 1 every row has the same say, with 0 rows of large outputs decide.
+    """
+
+    score: Score
+    exponent: float
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.score.needs
+
+    @property
+    def needs_energy(self) -> bool:
+        return self.score.needs_energy
+
+    def __call__(self, batch: RouterBatch, stats: LayerStats) -> Tensor:
+        cost = self.score(batch, stats)
+        total = cost.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        return cost / total.pow(self.exponent)
+
+
+@dataclass(frozen=True, slots=True)
 class TrueEnergy:
     """D*_u = sum_t w_tu^2 |E_u(z_t)|^2 with the outputs themselves: what BASE's predictor estimates (eq. 11).
 

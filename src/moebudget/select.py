@@ -87,3 +87,65 @@ class TopBudget:
     def __call__(self, scores: Tensor, batch: RouterBatch, stats: LayerStats) -> Active:  # noqa: ARG002
         total, candidate = demand(scores, batch)
         return Active(candidate & (rank(total, candidate) < self.budget))
+
+
+def at_average(table: Tensor, budget: int | Tensor) -> Tensor:
+    """Entry of a table [N] for `budget` experts a layer on average: the budget-th, the last one above N."""
+    last = table.shape[-1] - 1
+    if isinstance(budget, Tensor):
+        return table.index_select(0, (budget - 1).clamp(0, last).reshape(1))[0]
+    return table[min(budget - 1, last)]
+
+
+def rank_after(total: Tensor, candidate: Tensor, first: Tensor) -> Tensor:
+    """[N] int64: as `rank`, but the candidates in `first` [N] bool come before all others."""
+    first = first & candidate
+    others = first.sum(-1, keepdim=True) + rank(total, candidate & ~first)
+    return torch.where(first, rank(total, first), others)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBudget:
+    """The layer's own number of experts with the largest sums, when `budget` are fetched a layer on average (ours).
+
+    The statistic `layer_budget` [N] holds the layer's number for every average 1 to N (`moebudget allocate`). Its
+    last entry is N. `floor`: the rows' first routes come before other experts, while the layer's number allows.
+    """
+
+    budget: int | Tensor
+    floor: bool = False
+    needs: ClassVar[frozenset[str]] = frozenset({"layer_budget"})
+
+    def __call__(self, scores: Tensor, batch: RouterBatch, stats: LayerStats) -> Active:
+        total, candidate = demand(scores, batch)
+        order = rank_after(total, candidate, first_routes(batch, 1)) if self.floor else rank(total, candidate)
+        return Active(candidate & (order < at_average(stats["layer_budget"], self.budget)))
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Every expert worth its fetch: D_u > mu / g_l, one price mu for all layers and steps, gain g_l a layer (ours).
+
+    The statistic `layer_price` [N] holds the layer's mu / g_l for every average budget 1 to N, -inf at N (`moebudget
+    allocate`); a step may fetch more or fewer than its layer's average. The largest sum is always in the set.
+    `floor` adds every row's first route. At most `ceiling` experts; under `floor` first routes come before others.
+    """
+
+    budget: int | Tensor
+    floor: bool = False
+    ceiling: int | None = None
+    needs: ClassVar[frozenset[str]] = frozenset({"layer_price"})
+
+    def __call__(self, scores: Tensor, batch: RouterBatch, stats: LayerStats) -> Active:
+        total, candidate = demand(scores, batch)
+        order = rank(total, candidate)
+        mask = (total > at_average(stats["layer_price"], self.budget)) | (order == 0)
+        if self.floor:
+            first = first_routes(batch, 1)
+            mask, order = mask | first, rank_after(total, candidate, first)
+        if self.ceiling is not None:
+            mask = mask & (order < self.ceiling)
+        return Active(candidate & mask)
+
+
+Budgeted = TopBudget | LayerBudget | Price

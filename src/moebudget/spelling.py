@@ -13,6 +13,7 @@ from moebudget.policy import Policy
 FILLS: dict[str, Fill] = {
     "original": Backfill("original"),
     "executed": Backfill("executed"),
+    "half": Backfill("half"),
     "preserved": Backfill("preserved"),
     "drop": Drop(),
     "substitute": Substitute(),

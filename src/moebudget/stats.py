@@ -63,6 +63,8 @@ class Stats:
     similarity_frobenius, similarity_cosine, similarity_cka [L, N, N]: SERE's
     nonlinear_features [L, h, d], nonlinear_weight [L, N, d + h], nonlinear_bias [L, N]
     placement_device, placement_cost [L, N]: see `place`
+    layer_budget, layer_price [L, N]: the layer's number of experts, and the removal cost above which it fetches one,
+    for 1 to N experts a layer on average, see `layer_budgets`
     r2_heldout [L, N] (NaN where an expert got fewer than two held-out tokens,
     or no token to fit)
     """
@@ -176,6 +178,17 @@ def place(stats: Stats | ModelFacts, placement: Placement | Sequence[Placement])
     return dataclasses.replace(
         stats, tensors={**stats.tensors, **{n: torch.stack([t[n] for t in tensors]) for n in sorted(PLACEMENT)}}
     )
+
+
+def layer_budgets(stats: Stats, average: int) -> tuple[int, ...]:
+    """Each layer's number of experts when `average` are fetched a layer: for `attach(budgets=)` and vLLM's `budgets`.
+
+    Raises MissingStatisticError without an allocation, ValueError unless average lies between 1 and N.
+    """
+    stats.check(stats.facts, ["layer_budget"])
+    if not 1 <= average <= stats.facts.experts:
+        raise ValueError(f"average={average} must lie between 1 and the model's {stats.facts.experts} experts")
+    return tuple(int(m) for m in stats.tensors["layer_budget"][:, average - 1].tolist())
 
 
 def describe(stats: Stats) -> dict[str, Any]:

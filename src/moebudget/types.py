@@ -55,6 +55,7 @@ class Routing:
 
 
 PLACEMENT = frozenset({"placement_device", "placement_cost"})  # tensors that a Placement adds to the statistics
+ALLOCATED = frozenset({"layer_budget", "layer_price"})  # tensors that `moebudget allocate` adds to the statistics
 
 
 class MissingStatisticError(LookupError):
@@ -67,6 +68,11 @@ def how_to_make(name: str) -> str:
         return (
             "it says on which device an expert lies and what fetching it costs: give a placement, as in "
             "`place(stats, Placement.contiguous(experts, devices=4))`, or --devices 4 to `moebudget eval`"
+        )
+    if name in ALLOCATED:
+        return (
+            "it says how a layer shares in an average budget: add it with `moebudget allocate MODEL --stats "
+            "stats.safetensors --data TEXT -o allocated.safetensors` and pass that file"
         )
     return "make it with `moebudget calibrate MODEL --data TEXT --for POLICY -o stats.safetensors` and pass that file"
 

@@ -101,6 +101,36 @@ def test_no_step_of_any_layer_fetches_more_than_the_budget(name, budget):
     assert counters.totals["unrestricted"] == counters.totals["nonfinite"] == 0
 
 
+def test_a_budget_a_layer_is_given_to_another_layer_or_kept_after_a_change():
+    model = build(CASES["qwen3_moe"])
+    words = prompts(7, 5)
+    with recorded(model) as calls, attach(model, "squared:budget=9", budgets=[2, 4]) as run:
+        generate(model, words, 3)
+        run.set_budget([3, 1])
+        generate(model, words, 3)
+        run.set_budget(2)
+        generate(model, words, 3)
+    fetched = [[len(call.fetched()) for call in step] for step in passes(model, calls)]
+    assert [fetched[i] for i in (1, 2, 4, 5, 7, 8)] == [[2, 4]] * 2 + [[3, 1]] * 2 + [[2, 2]] * 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "budgets", "says"),
+    [
+        ("squared:budget=9", [2, 4, 3], "3 budgets were given and the model has 2 Mixture-of-Experts layers"),
+        ("squared:budget=9", [2, 0], "budget=0 must be a whole number of at least 1"),
+        ("squared:budget=9", "23", "budget='23' must be a whole number"),
+        ("oea:k0=1", [2, 4], "'oea:k0=1' has no budget to change"),
+    ],
+)
+def test_budgets_that_do_not_fit_the_layers_are_taken(policy, budgets, says):
+    model = build(CASES["qwen3_moe"])
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=says), attach(model, policy, budgets=budgets):
+        pass
+    assert snapshot(model) == before
+
+
 def test_counters_of_a_step_agree_with_what_was_run():
     model = build(CASES["qwen3_moe"])
     with recorded(model) as calls, attach(model, "squared:budget=3") as run:

@@ -236,6 +236,10 @@ def test_policy_without_a_kernel_does_not_name_its_piece(name: str) -> None:
     [
         ("base:budget=4,fill=substitute", "fill"),
         ("base:budget=4,fill=preserved", "fill"),
+        ("base:budget=4,fill=half", "fill"),
+        ("base:budget=4,relative=1", "score Relative"),
+        ("spread:budget=4,fill=original", "selection LayerBudget"),
+        ("price:budget=4,fill=original", "selection Price"),
         ("oea:k0=1,p=0.5", "RouteRank with p=0.5"),
         ("oea:k0=1,k_max=4", "fill"),
         ("xshare:k0=1,m=2,m_request=1", "WarmUp.*m_request=1"),

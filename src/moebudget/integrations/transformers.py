@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -75,10 +75,10 @@ class Run:
         for router in [*self.routers, *(self.prefill_routers or [])]:
             router.totals.zero_()
 
-    def set_budget(self, budget: int) -> None:
-        """Change the budget of every layer from the next step on."""
-        for router in self.routers:
-            router.set_budget(budget)
+    def set_budget(self, budget: int | Sequence[int]) -> None:
+        """Change the budget, one for all layers or one a layer, from the next step on; ValueError if it is none."""
+        for router, one in zip(self.routers, self.policy.layer_budgets(budget, len(self.layers)), strict=True):
+            router.set_budget(one)
 
     @contextmanager
     def decode_steps(self, rows: Tensor) -> Iterator[None]:
@@ -197,6 +197,7 @@ def attach(
     policy: Policy | str,
     stats: Stats | None = None,
     *,
+    budgets: Sequence[int] | None = None,
     finished_ids: frozenset[int] | None = None,
     prefill: Policy | str | None = None,
 ) -> Iterator[Run]:
@@ -209,8 +210,9 @@ def attach(
     such tokens within a text. Steps that feed several tokens a row (assisted generation) count as prefill unless
     `run.decode_steps` names their rows.
 
-    Prefill stays untouched unless `prefill` names a policy for it, as ExFold's `exfold_prefill:p=4`; all tokens of a
-    forward pass that are not decode steps, padding included, are one batch to it.
+    `budgets`, one a Mixture-of-Experts layer in order, win over the policy's own. Prefill stays untouched unless
+    `prefill` names a policy for it, as ExFold's `exfold_prefill:p=4`; all tokens of a forward pass that are not decode
+    steps, padding included, are one batch to it.
 
     `generate` compiles static-cache decoding on some devices; that is switched off while attached, because the hooks
     count on the host.
@@ -225,6 +227,8 @@ def attach(
             f"a policy is attached to this model already ({getattr(model, MARK)!s}); leave that block first"
         )
     run = Run(model, policy, stats, finished_ids, prefill)
+    if budgets is not None:
+        run.set_budget(budgets)
     with ExitStack() as undo:
         setattr(model, MARK, policy)
         undo.callback(delattr, model, MARK)

@@ -99,14 +99,7 @@ def check_slots(policy: Policy, top_k: int) -> None:
 
 def spread(policy: Policy, budget: object, layers: int) -> tuple[int, ...]:
     """One budget a layer, from a number for all or a list. ValueError that names both lengths or the wrong value."""
-    if isinstance(budget, str) or not isinstance(budget, Sequence):
-        return (_budget(policy, budget),) * layers
-    if len(budget) != layers:
-        raise ValueError(
-            f"{len(budget)} budgets were given and the model has {layers} Mixture-of-Experts layers: "
-            "give one number for all, or one a layer"
-        )
-    return tuple(_budget(policy, value) for value in budget)
+    return policy.layer_budgets(budget, layers)
 
 
 def read_change(body: object, policy: Policy, layers: int) -> tuple[tuple[int, ...] | None, bool | None]:

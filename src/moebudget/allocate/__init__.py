@@ -1,0 +1,5 @@
+"""How an average number of experts is spread over the layers: measured, solved, stored in the statistics."""
+
+from moebudget.allocate.run import allocate as allocate
+
+__all__ = ["allocate"]

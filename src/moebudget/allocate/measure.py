@@ -1,0 +1,103 @@
+"""Joint losses of many budget vectors on the same decode batches, and the removal costs a run sees."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from moebudget.evaluate.text import aligned_steps
+from moebudget.integrations.transformers import Run, attach
+from moebudget.policy import Policy
+from moebudget.select import Select, demand
+from moebudget.stats import Stats
+from moebudget.types import Active, LayerStats, RouterBatch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """What one vector of budgets did: loss [n] of each window in nats a token, experts fetched [L] a step."""
+
+    loss: Tensor
+    fetched: Tensor
+
+    @property
+    def mean(self) -> float:
+        return float(self.loss.mean())
+
+
+class Trials:
+    """Measures a budgeted policy with budgets of its own in every layer, on windows [n, S + 1] in decode mode.
+
+    A layer with a budget of N is bit for bit the model's own, so one layer can be restricted alone.
+    """
+
+    def __init__(
+        self, model: nn.Module, policy: Policy, stats: Stats, windows: Tensor, *, batch: int = 16, prefill: int = 1
+    ) -> None:
+        self.model, self.policy, self.stats = model, policy, stats
+        self.windows, self.batch, self.prefill = windows, batch, prefill
+        self.count = 0  # forward passes over all windows
+
+    def measure(self, vectors: Sequence[Sequence[int]], policy: Policy | None = None) -> list[Measured]:
+        """The result of every vector of budgets [L] under `policy` (default: the one given first)."""
+        with attach(self.model, self.policy if policy is None else policy, self.stats) as run:
+            return [self._one(run, vector) for vector in vectors]
+
+    def costs(self, vector: Sequence[int]) -> list[Tensor]:
+        """Every layer's summed removal costs [steps, N] float64 under these budgets, -inf for no candidate."""
+        with attach(self.model, self.policy, self.stats) as run:
+            recorders = []
+            for router in run.routers:
+                recorders.append(_Recorder(router.policy.select, []))
+                router.policy = dataclasses.replace(router.policy, select=recorders[-1])
+            for router, budget in zip(run.routers, vector, strict=True):
+                assert router.budget is not None
+                router.budget.fill_(budget)
+            self._losses(run)
+        return [torch.cat(recorder.seen) for recorder in recorders]
+
+    def _one(self, run: Run, vector: Sequence[int]) -> Measured:
+        run.set_budget(vector)
+        run.reset()
+        loss = self._losses(run)
+        totals = torch.stack(
+            [router.totals.cpu() for router in run.routers]
+        )  # [L, fields]: steps, rows, union, fetched
+        return Measured(loss, totals[:, 3] / totals[:, 0])
+
+    @torch.no_grad()
+    def _losses(self, run: Run) -> Tensor:
+        self.count += 1
+        losses = []
+        device = next(self.model.parameters()).device
+        for start in range(0, len(self.windows), self.batch):
+            part = self.windows[start : start + self.batch].to(device)
+            ids, targets = part[:, :-1], part[:, 1:]
+            decode = torch.ones_like(ids, dtype=torch.bool)
+            decode[:, : self.prefill] = False
+            with run.decode_steps(aligned_steps(decode)):
+                logits = self.model(input_ids=ids, use_cache=False).logits
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+            losses.append(loss.view_as(ids)[:, self.prefill :].double().mean(-1).cpu())
+        return torch.cat(losses)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Recorder:
+    """A selection that keeps the sums it decides by."""
+
+    select: Select
+    seen: list[Tensor]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.select.needs
+
+    def __call__(self, scores: Tensor, batch: RouterBatch, stats: LayerStats) -> Active:
+        total, candidate = demand(scores, batch)
+        some = batch.live.any(-1)
+        self.seen.append(total.masked_fill(~candidate, -torch.inf)[some].flatten(0, -2).cpu())
+        return self.select(scores, batch, stats)

@@ -1,0 +1,62 @@
+"""`moebudget allocate`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from moebudget.cli.app import DeviceOption, DtypeOption, ModelArgument, app
+
+
+@app.command("allocate")
+def allocate_command(
+    model: ModelArgument,
+    stats: Annotated[Path, typer.Option(help="Statistics made by `moebudget calibrate`.")],
+    data: Annotated[str, typer.Option(help="Text that neither calibration nor evaluation uses: file, folder, ...")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The statistics to write, with the allocation.")],
+    average: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, help="Solve for this many experts a layer; repeat the option for more. Others lie between."
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows a decode step, as served.")] = 16,
+    windows: Annotated[int, typer.Option(min=1, help="Windows of text to measure on at most.")] = 48,
+    length: Annotated[int, typer.Option(min=4, help="Predicted tokens a window.")] = 256,
+    fill: Annotated[str, typer.Option(help="Fill to measure with: half, original, executed, ...")] = "half",
+    rounds: Annotated[int, typer.Option(min=0, help="Exchanges between layers at most, for each average.")] = 6,
+    prices: Annotated[bool, typer.Option(help="Find the prices that the policy `price` reads, too.")] = True,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+) -> None:
+    """Measure how much each layer needs its experts, and store budgets by layer for every average budget.
+
+    Policies spread and price read them; so does `attach(budgets=layer_budgets(stats, 10))` with any budgeted policy.
+    """
+    from moebudget.allocate import allocate
+    from moebudget.allocate.run import AVERAGES
+    from moebudget.evaluate.report import read_windows
+    from moebudget.integrations.loading import default_device, default_dtype, load_model, vocabulary
+    from moebudget.presets import spread
+    from moebudget.stats import load_stats
+
+    spread(1, fill)
+    known = load_stats(stats)
+    if not output.parent.is_dir():
+        raise FileNotFoundError(f"the folder {output.parent} for {output.name} does not exist; make it first")
+    device = default_device() if device is None else device
+    dtype = default_dtype(device) if dtype is None else dtype
+    loaded, tokenizer = load_model(model, device=device, dtype=dtype, stats=known)
+    text = read_windows(data, tokenizer, vocabulary(loaded), length, windows, tokenizer.eos_token_id)
+    averages = average or [m for m in AVERAGES if m < known.facts.experts]
+    found = allocate(
+        loaded, known, text, averages=averages, batch=batch, fill=fill, rounds=rounds, prices=prices
+    )  # fmt: skip
+    found.save(output)
+    Console(stderr=True).print(f"wrote {output}")
+    sys.stdout.write(json.dumps({"output": str(output), **found.info["allocation"]}) + "\n")
