@@ -3,7 +3,7 @@
 
     python scripts/compare_methods.py calibrate --stats out/every.safetensors
     python scripts/study_spread.py allocate --folder out
-    python scripts/study_spread.py measure --folder out
+    python scripts/study_spread.py measure --folder out  # then tasks and sizes
 
 `allocate` uses calibration documents that the predictor was not fitted on; `measure` the held-out text that
 `compare_methods.py` compares methods on. Rows go to benchmarks/results/quality.jsonl.

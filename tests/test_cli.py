@@ -215,7 +215,7 @@ def test_analyse_leaves_out_a_study_that_it_could_run(
         ("base:budget=-3", ("budget=-3", "at least 1")),
         ("base:budget=ten", ("'ten'", "whole number")),
         ("base:budget=1.5", ("'1.5'", "whole number")),
-        ("base:budget=4,fill=best", ("'best'", "original, executed, preserved, drop, substitute")),
+        ("base:budget=4,fill=best", ("'best'", "original, executed, half, preserved, drop, substitute")),
     ],
 )
 def test_bad_policy_is_refused_before_the_model_is_read(

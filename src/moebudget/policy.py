@@ -63,16 +63,16 @@ class Policy:
 
     def layer_budgets(self, budget: object, layers: int) -> tuple[int, ...]:
         """One budget a layer, from a number for all or a list. ValueError names both lengths or the wrong value."""
-        single = isinstance(budget, str) or not isinstance(budget, Sequence)
-        budgets: tuple[Any, ...] = (budget,) * layers if single else tuple(budget)  # type: ignore[arg-type]
-        if len(budgets) != layers:
+        many = isinstance(budget, Sequence) and not isinstance(budget, str)
+        given: Sequence[Any] = budget if many else (budget,) * layers  # type: ignore[assignment]
+        if len(given) != layers:
             raise ValueError(
-                f"{len(budgets)} budgets were given and the model has {layers} Mixture-of-Experts layers: "
+                f"{len(given)} budgets were given and the model has {layers} Mixture-of-Experts layers: "
                 "give one number for all, or one a layer"
             )
-        for value in budgets:
+        for value in given:
             self.checked_budget(value)
-        return budgets
+        return tuple(given)
 
     def with_budget(self, budget: int | Tensor) -> Policy:
         """The same policy with another budget; a tensor makes the budget a device value.
