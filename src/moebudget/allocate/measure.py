@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from moebudget.evaluate.text import aligned_steps
 from moebudget.integrations.transformers import Run, attach
 from moebudget.policy import Policy
+from moebudget.runtime import FIELDS
 from moebudget.select import Select, demand
 from moebudget.stats import Stats
 from moebudget.types import Active, LayerStats, RouterBatch
@@ -41,9 +42,9 @@ class Trials:
         self.windows, self.batch, self.prefill = windows, batch, prefill
         self.count = 0  # forward passes over all windows
 
-    def measure(self, vectors: Sequence[Sequence[int]], policy: Policy | None = None) -> list[Measured]:
-        """The result of every vector of budgets [L] under `policy` (default: the one given first)."""
-        with attach(self.model, self.policy if policy is None else policy, self.stats) as run:
+    def measure(self, vectors: Sequence[Sequence[int]]) -> list[Measured]:
+        """The result of every vector of budgets [L]."""
+        with attach(self.model, self.policy, self.stats) as run:
             return [self._one(run, vector) for vector in vectors]
 
     def costs(self, vector: Sequence[int]) -> list[Tensor]:
@@ -63,10 +64,9 @@ class Trials:
         run.set_budget(vector)
         run.reset()
         loss = self._losses(run)
-        totals = torch.stack(
-            [router.totals.cpu() for router in run.routers]
-        )  # [L, fields]: steps, rows, union, fetched
-        return Measured(loss, totals[:, 3] / totals[:, 0])
+        totals = torch.stack([router.totals.cpu() for router in run.routers])  # [L, fields]
+        steps, fetched = (totals[:, FIELDS.index(name)] for name in ("steps", "fetched"))
+        return Measured(loss, fetched / steps)
 
     @torch.no_grad()
     def _losses(self, run: Run) -> Tensor:
