@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from moebudget.evaluate.text import aligned_steps
+from moebudget.evaluate.text import teacher_forced, window_loss
 from moebudget.integrations.transformers import Run, attach
 from moebudget.policy import Policy
 from moebudget.runtime import FIELDS
@@ -75,13 +75,10 @@ class Trials:
         device = next(self.model.parameters()).device
         for start in range(0, len(self.windows), self.batch):
             part = self.windows[start : start + self.batch].to(device)
-            ids, targets = part[:, :-1], part[:, 1:]
-            decode = torch.ones_like(ids, dtype=torch.bool)
-            decode[:, : self.prefill] = False
-            with run.decode_steps(aligned_steps(decode)):
+            ids, targets, steps = teacher_forced(part, self.prefill)
+            with run.decode_steps(steps):
                 logits = self.model(input_ids=ids, use_cache=False).logits
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
-            losses.append(loss.view_as(ids)[:, self.prefill :].double().mean(-1).cpu())
+            losses.append(window_loss(logits, targets, self.prefill))
         return torch.cat(losses)
 
 

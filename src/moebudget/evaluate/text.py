@@ -38,6 +38,20 @@ def aligned_steps(decode: Tensor) -> Tensor:
     return torch.where(decode, rows, -1).T.contiguous()
 
 
+def teacher_forced(windows: Tensor, prefill: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Windows [b, S + 1] -> tokens and targets [b, S], and rows [S, b] of the decode steps after `prefill` tokens."""
+    ids, targets = windows[:, :-1], windows[:, 1:]
+    decode = torch.ones_like(ids, dtype=torch.bool)
+    decode[:, :prefill] = False
+    return ids, targets, aligned_steps(decode)
+
+
+def window_loss(logits: Tensor, targets: Tensor, prefill: int) -> Tensor:
+    """Logits [b, S, V], targets [b, S] -> each window's mean loss after `prefill` tokens, float64 [b], on the CPU."""
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+    return loss.view_as(targets)[:, prefill:].double().mean(-1).cpu()
+
+
 @torch.no_grad()
 def evaluate_text(
     model: nn.Module,
@@ -66,10 +80,7 @@ def evaluate_text(
     starts = range(0, len(windows), batch)
     for start in track(starts, "held-out text", console=console):
         part = windows[start : start + batch].to(device)
-        ids, targets = part[:, :-1], part[:, 1:]
-        decode = torch.ones_like(ids, dtype=torch.bool)
-        decode[:, :prefill] = False
-        steps = aligned_steps(decode)
+        ids, targets, steps = teacher_forced(part, prefill)
         dense_best: Tensor | None = None
         if not has_dense:
             dense_best = model(input_ids=ids, use_cache=False).logits.argmax(-1)
@@ -77,8 +88,7 @@ def evaluate_text(
             with attach(model, policy, stats) as run, run.decode_steps(steps):
                 logits = model(input_ids=ids, use_cache=False).logits
                 total.counters.append(run.counters)
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
-            total.nll.append(loss.view_as(ids)[:, prefill:].double().mean(-1).cpu())
+            total.nll.append(window_loss(logits, targets, prefill))
             best = logits.argmax(-1)
             dense_best = best if dense_best is None else dense_best  # the dense policy comes first
             same = best == dense_best

@@ -187,12 +187,7 @@ class FusedRouter:
         slope = tensors.get("predictor_weight", self.score)
         chunk = 0 if rows <= CHUNK else CHUNK if rows * self.split < WIDE else 2 * CHUNK
         own = out if routes is None else routes  # of `out` nothing is read
-        shared: dict[str, Any] = {
-            "HAS_BIAS": bias is not None,
-            "CHUNK": chunk,
-            "ROUTED": routes is not None,
-            "PDL": self.pdl,
-        }
+        shared: dict[str, Any] = {"HAS_BIAS": bias is not None, "ROUTED": routes is not None, "CHUNK": chunk}
         shared |= {"PDL": self.pdl, **self.router, **self.rule}
         bias = logits if bias is None else bias  # a pointer that is not read
         self.kernels.score_rows[(rows, self.split)](

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moebudget.integrations.vllm.config import check_slots, read_change, read_settings, spread
+from moebudget.integrations.vllm.config import check_slots, read_change, read_settings
 from moebudget.presets import parse
 
 
@@ -58,10 +58,10 @@ def test_wrong_setting_is_taken(given: dict[str, Any], message: str) -> None:
 
 def test_number_is_not_spread_over_layers() -> None:
     policy = parse("squared:budget=4")
-    assert spread(policy, 8, 3) == (8, 8, 8)
-    assert spread(policy, [1, 2, 3], 3) == (1, 2, 3)
+    assert policy.layer_budgets(8, 3) == (8, 8, 8)
+    assert policy.layer_budgets([1, 2, 3], 3) == (1, 2, 3)
     with pytest.raises(ValueError, match="2 budgets were given and the model has 3 Mixture-of-Experts layers"):
-        spread(policy, [1, 2], 3)
+        policy.layer_budgets([1, 2], 3)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def read_settings(additional_config: object) -> Settings | None:
             raise ValueError(
                 f"budgets={budgets!r} must be a list with one budget a layer; for one number write {text!r}"
             )
-        budgets = tuple(_budget(policy, value) for value in budgets)
+        budgets = policy.layer_budgets(budgets, len(budgets))
     enabled = _flag("enabled", given.get("enabled", True))
     return Settings(policy, _stats_path(policy, given.get("stats")), budgets, enabled)
 
@@ -76,12 +76,6 @@ def _stats_path(policy: Policy, given: object) -> Path | None:
     return path
 
 
-def _budget(policy: Policy, value: object) -> int:
-    checked = policy.checked_budget(value)  # type: ignore[arg-type]
-    assert isinstance(checked, int)
-    return checked
-
-
 def _flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r} must be true or false")
@@ -95,11 +89,6 @@ def check_slots(policy: Policy, top_k: int) -> None:
             f"policy {policy.name!r}: k_max={policy.fill.k_max} exceeds the {top_k} experts a token that the model "
             "runs, and vLLM has no slots for more; lower k_max"
         )
-
-
-def spread(policy: Policy, budget: object, layers: int) -> tuple[int, ...]:
-    """One budget a layer, from a number for all or a list. ValueError that names both lengths or the wrong value."""
-    return policy.layer_budgets(budget, layers)
 
 
 def read_change(body: object, policy: Policy, layers: int) -> tuple[tuple[int, ...] | None, bool | None]:
@@ -118,6 +107,6 @@ def read_change(body: object, policy: Policy, layers: int) -> tuple[tuple[int, .
         raise ValueError(f"neither budget nor enabled has a value, {example}")
     budget, enabled = body.get("budget"), body.get("enabled")
     return (
-        None if budget is None else spread(policy, budget, layers),
+        None if budget is None else policy.layer_budgets(budget, layers),
         None if enabled is None else _flag("enabled", enabled),
     )

@@ -9,7 +9,7 @@ import torch
 
 from moebudget.integrations.vllm.board import Board
 from moebudget.integrations.vllm.checks import canary, check_layers, check_stats, fetched_bytes
-from moebudget.integrations.vllm.config import Settings, check_slots, spread
+from moebudget.integrations.vllm.config import Settings, check_slots
 from moebudget.integrations.vllm.hook import Layer
 from moebudget.integrations.vllm.route import make_router
 from moebudget.runtime import FIELDS, Counters
@@ -33,7 +33,7 @@ class Engine:
         self.settings, self.family, self.drafts = settings, family, drafts
         self.stats: Stats | None = load_stats(settings.stats) if settings.stats is not None else None
         if self.stats is not None and settings.budgets is not None:
-            spread(settings.policy, settings.budgets, len(self.stats.facts.layers))
+            settings.policy.layer_budgets(settings.budgets, len(self.stats.facts.layers))
         self.layers: list[Layer] = []
         self.refused: list[tuple[Any, ValueError]] = []
         self.board: Board | None = None
@@ -67,7 +67,7 @@ class Engine:
             check_stats(self.stats, self.layers, model, self.family, policy, trained=trained)
         if policy.budget is not None:
             asked = policy.budget if self.settings.budgets is None else self.settings.budgets
-            self.budgets = spread(policy, asked, len(self.layers))
+            self.budgets = policy.layer_budgets(asked, len(self.layers))
         device = torch.device(model_runner.device)
         size, wide = _rows(model_runner.vllm_config, int(model_runner.max_num_tokens))
         self.board = Board(size, device, wide)
@@ -111,7 +111,7 @@ class Engine:
         Raises ValueError that names the value or both lengths, before anything is changed.
         """
         assert self.board is not None
-        budgets = None if budget is None else spread(self.settings.policy, budget, len(self.layers))
+        budgets = None if budget is None else self.settings.policy.layer_budgets(budget, len(self.layers))
         if budgets is not None:
             self.budgets = budgets
             self._write(budgets)
