@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 from moebudget.evaluate.report import pm
 
 Row = dict[str, Any]
-RULES = ("BASE", "BASE, half", "BASE, half, relative", "spread", "price")
+RULES = (
+    "BASE", "BASE, half", "BASE, relative", "BASE, half, relative", "spread", "spread, original", "price",
+    "price, original", "mean energies", "true energies (bound)",
+)  # fmt: skip
+ALLOCATED = ("spread", "spread, original", "price", "price, original")
 
 
 def above(row: Row) -> float:
@@ -39,29 +44,62 @@ def reaches(rows: list[Row], loss: float) -> float | None:
     return None
 
 
+def at_count(rows: list[Row], count: float) -> float | None:
+    """A rule's loss at a number of experts, linear between its rows; None outside of them."""
+    points = sorted((r["fetched"], above(r)) for r in rows)
+    for (low, more), (high, less) in pairwise(points):
+        if low <= count <= high and low < high:
+            return float(more + (count - low) / (high - low) * (less - more))
+    return None
+
+
+def shares(by: dict[tuple[str, int], Row], target: int) -> str:
+    """What the allocated rules lose at a target, over what BASE loses there."""
+    base = above(by["BASE", target])
+    parts = [f"`{rule}` {above(by[rule, target]) / base:.2f}" for rule in ALLOCATED if (rule, target) in by]
+    return f"at {target} experts a layer {', '.join(parts)}"
+
+
 def targets_table(rows: list[Row]) -> str:
     """Loss by rule and average, what the first average that BASE has costs the others, and what the numbers say."""
-    dense = rows[0]
+    dense = next(r for r in rows if r["policy"] == "dense")
     by = {(r["method"], r["target"]): r for r in rows}
     targets = sorted({r["target"] for r in rows if r["target"]})
     cells = []
     for rule in RULES:
-        equal = reaches([r for r in rows if r["method"] == rule], above(by["BASE", 16]))
-        cells.append([rule, *(counted(by[rule, m]) for m in targets)])
+        mine = [by[rule, m] for m in targets if (rule, m) in by]
+        if not mine:
+            continue
+        equal = reaches(mine, above(by["BASE", 16]))
+        cells.append([rule, *(counted(by[rule, m]) if (rule, m) in by else "" for m in targets)])
         cells[-1].append("16.0" if rule == "BASE" else "" if equal is None else f"{equal:.1f}")
-    base, spread, price = (above(by[rule, 10]) for rule in ("BASE", "spread", "price"))
+    ratios = "; ".join(shares(by, m) for m in (10, 16) if ("BASE", m) in by)
     return "\n\n".join(
         [
-            f"The embedded model, batch {dense['B']}, decode mode, {dense['tokens']:,} held-out tokens a row; "
+            f"{dense['model']}, batch {dense['B']}, decode mode, {dense['tokens']:,} held-out tokens a row; "
             f"unchanged it fetches {dense['fetched']:.1f} experts (loss {dense['nll']:.3f}). Loss above dense, "
             "± half of a 95 % interval, by experts a layer on average; last, the experts at which a rule loses what "
             "BASE loses at 16.",
             table(["rule", *map(str, targets), "as BASE at 16"], cells),
-            f"At 10 experts a layer `spread` loses {spread / base:.2f} of what BASE loses and `price` "
-            f"{price / base:.2f}.",
+            f"Over what BASE loses: {ratios}.",
+            *unions_table(rows),
             source(dense),
         ]
     )
+
+
+def unions_table(rows: list[Row]) -> list[str]:
+    """Rules without a budget at their own counts, beside what others lose there."""
+    mine = [r for r in rows if not r["target"] and r["policy"] != "dense"]
+    others = ("BASE", "BASE, half", "spread", "price")
+    cells = []
+    for r in mine:
+        cells.append([r["method"], f"`{r['policy']}`", f"{r['fetched']:.1f}", pm(above(r), r["nll_delta_ci95"], 3)])
+        for rule in others:
+            there = at_count([x for x in rows if x["method"] == rule], r["fetched"])
+            cells[-1].append("" if there is None else f"{there:.3f}")
+    heads = ["rule", "policy", "experts", "loss above dense", *(f"{rule} there" for rule in others)]
+    return [table(heads, cells, left=2)] if cells else []
 
 
 def pieces_table(rows: list[Row]) -> str:
@@ -84,11 +122,47 @@ def tasks_table(rows: list[Row]) -> str:
     return "\n\n".join([f"{rows[0]['items']:,} items.", table(heads, cells, left=2), source(rows[0])])
 
 
+def pivot(rows: list[Row], label: Callable[[Row], str], column: Callable[[Row], str], heads: str) -> str:
+    """Loss above dense, one line a label and one column a value, both in the order of the rows."""
+    mine = [r for r in rows if r["target"]]
+    columns = list(dict.fromkeys(map(column, mine)))
+    by = {(label(r), column(r)): counted(r) for r in mine}
+    cells = [[name, *(by.get((name, c), "") for c in columns)] for name in dict.fromkeys(map(label, mine))]
+    return "\n\n".join([table([heads, *columns], cells), source(rows[0])])
+
+
 def sizes_table(rows: list[Row]) -> str:
-    cells = [
-        [str(r["B"]), r["method"], "" if r["method"].startswith("BASE") else str(r["allocated_at"]),
-         f"{r['fetched']:.2f}", pm(above(r), r["nll_delta_ci95"], 3)]
-        for r in rows if r["target"]
-    ]  # fmt: skip
-    heads = ["batch", "rule", "allocated at batch", "experts", "loss above dense"]
-    return "\n\n".join([table(heads, cells, left=2), source(rows[0])])
+    def label(r: Row) -> str:
+        there = r["method"] in ALLOCATED and r["allocated_at"] == r["B"]
+        return r["method"] + (", allocated there" if there else "")
+
+    ordered = sorted(rows, key=lambda r: r["B"])
+    return pivot(ordered, label, lambda r: f"batch {r['B']}" + f", at {r['target']}" * (r["target"] != 10), "rule")
+
+
+def domains_table(rows: list[Row]) -> str:
+    def label(r: Row) -> str:
+        return r["method"] + (f", allocated on {r['allocated_on']}" if r["method"] in ALLOCATED else "")
+
+    return pivot(rows, label, lambda r: r["domain"], "rule")
+
+
+TABLES: dict[str, Callable[[list[Row]], str]] = {
+    "spread-table": targets_table,
+    "pieces-table": pieces_table,
+    "tasks-table": tasks_table,
+    "sizes-table": sizes_table,
+    "domains-table": domains_table,
+}  # by place in the page; those of the large model begin with `large-`
+BENCHES = {"spread-table": "spread", "pieces-table": "spread"}  # of a table, where it is not `spread_` and its name
+
+
+def blocks(of: dict[str, list[Row]], last_run: Callable[[list[Row], str], list[Row]]) -> dict[str, str]:
+    """Place -> text, for the rows of each model by prefix; a table without rows is left out."""
+    found = {}
+    for prefix, rows in of.items():
+        for place, make in TABLES.items():
+            bench = BENCHES.get(place, f"spread_{place.removesuffix('-table')}")
+            if any(r["bench"] == bench for r in rows):
+                found[prefix + place] = make(last_run(rows, bench))
+    return found

@@ -6,6 +6,7 @@ from typing import Any
 
 import spread_tables
 
+from moebudget.demo.run import NAME
 from moebudget.evaluate.report import pm
 
 Row = dict[str, Any]
@@ -251,19 +252,18 @@ def speed_line(rows: list[Row]) -> str:
 
 
 SPREAD = "docs/methods/spread.md"
+SPREAD_MODELS = {"": NAME, "large-": "qwen3-moe-80m"}  # prefix of the places -> model of the rows
 
 
 def blocks(
     quality: list[Row], analysis: list[Row], routing: list[Row], decode: list[Row]
 ) -> dict[tuple[str, str], str]:
     """(page, place) -> text."""
+    spread = {prefix: [r for r in quality if r["model"] == model] for prefix, model in SPREAD_MODELS.items()}
     return {
         ("docs/vllm.md", "decode-table"): decode_table(decode),
         ("README.md", "speed"): speed_line(decode),
-        (SPREAD, "spread-table"): spread_tables.targets_table(last_run(quality, "spread")),
-        (SPREAD, "pieces-table"): spread_tables.pieces_table(last_run(quality, "spread")),
-        (SPREAD, "tasks-table"): spread_tables.tasks_table(last_run(quality, "spread_tasks")),
-        (SPREAD, "sizes-table"): spread_tables.sizes_table(last_run(quality, "spread_sizes")),
+        **{(SPREAD, place): text for place, text in spread_tables.blocks(spread, last_run).items()},
         ("docs/kernels.md", "routing-table"): routing_table(routing),
         ("docs/comparison.md", "methods-table"): methods_table(quality),
         ("docs/analyses.md", "geometry-table"): geometry_table(analysis),

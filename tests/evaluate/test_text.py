@@ -166,7 +166,24 @@ def test_an_active_policy_passes() -> None:
 
 def test_steps_name_the_flattened_tokens_of_each_position() -> None:
     decode_ = torch.tensor([[False, True, True], [False, True, False]])
-    assert aligned_steps(decode_).tolist() == [[-1, -1], [1, 4], [2, -1]]
+    assert aligned_steps(decode_, 2).tolist() == [[-1, -1], [1, 4], [2, -1]]
+
+
+def test_a_position_of_two_batches_is_one_step_and_a_smaller_last_batch_borrows_rows() -> None:
+    decode_ = torch.tensor([[False, True, True], [False, True, False], [True, False, True]])
+    assert aligned_steps(decode_, 2).tolist() == [[-1, -1], [1, 4], [2, -1], [6, -1], [-1, -1], [8, -1]]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_batches_that_go_through_the_model_together_share_experts(batch: int) -> None:
+    model = built("qwen3_moe")
+    alone = [
+        evaluate_text(model, [parse("squared:budget=4")], None, part, batch=batch, quiet=True)[0]
+        for part in WINDOWS.split(batch)
+    ]
+    (together,) = evaluate_text(model, [parse("squared:budget=4")], None, WINDOWS, batch=batch, quiet=True)
+    torch.testing.assert_close(together.nll, torch.cat([r.nll for r in alone]))
+    assert together.counters.totals == pytest.approx(sum_counters([r.counters for r in alone]).totals)
 
 
 def test_counters_of_several_batches_add_up() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from moebudget.evaluate.text import teacher_forced, window_loss
+from moebudget.evaluate.text import pieces, teacher_forced, window_loss
 from moebudget.integrations.transformers import Run, attach
 from moebudget.policy import Policy
 from moebudget.runtime import FIELDS
@@ -73,9 +73,8 @@ class Trials:
         self.count += 1
         losses = []
         device = next(self.model.parameters()).device
-        for start in range(0, len(self.windows), self.batch):
-            part = self.windows[start : start + self.batch].to(device)
-            ids, targets, steps = teacher_forced(part, self.prefill)
+        for part in pieces(self.windows, self.batch):
+            ids, targets, steps = teacher_forced(part.to(device), self.prefill, self.batch)
             with run.decode_steps(steps):
                 logits = self.model(input_ids=ids, use_cache=False).logits
             losses.append(window_loss(logits, targets, self.prefill))

@@ -6,6 +6,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,9 +120,10 @@ def calibration_corpus(tokenizer: Any, entries: int, tokens: int) -> Corpus:
     return merge_corpora([load_corpus(str(f), tokenizer, entries, length=LENGTH, max_tokens=share) for f in files])
 
 
-def heldout_windows(tokenizer: Any, entries: int, limit: int) -> Tensor:
-    """Windows [n, 257] of the embedded held-out text, domains mixed."""
-    documents = [d for f in embedded_text("heldout") for d in tokenize(str(f), tokenizer, entries, min_document=2)[0]]
+def heldout_windows(tokenizer: Any, entries: int, limit: int, files: Sequence[Path] = ()) -> Tensor:
+    """Windows [n, 257] of these files, or of the embedded held-out text, domains mixed."""
+    files = files or embedded_text("heldout")
+    documents = [d for f in files for d in tokenize(str(f), tokenizer, entries, min_document=2)[0]]
     packed: Packed = pack(documents, WINDOW + 1, tokenizer.eos_token_id)
     return load_windows(packed.ids, packed.mask, limit)
 

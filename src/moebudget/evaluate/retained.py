@@ -34,7 +34,7 @@ def retained_energy(
 
     def observe(position: int, hidden: Tensor, logits: Tensor, ids: Tensor, weights: Tensor, outputs: Tensor) -> None:
         nonlocal count
-        rows = aligned_steps(torch.ones(shape, dtype=torch.bool, device=hidden.device))  # [S, B]
+        rows = aligned_steps(torch.ones(shape, dtype=torch.bool, device=hidden.device), batch)  # [S, B]
         energy = outputs.float().square().sum(-1)
         layer = layers[position]
         step = layer.spec(

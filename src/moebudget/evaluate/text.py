@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,8 @@ from moebudget.integrations.transformers import attach
 from moebudget.policy import Policy
 from moebudget.runtime import Counters
 from moebudget.stats import Stats
+
+SEQUENCES = 16  # that go through the model at once; a larger batch goes alone
 
 
 class InactivePolicyError(RuntimeError):
@@ -31,19 +33,26 @@ class TextResult:
     counters: Counters
 
 
-def aligned_steps(decode: Tensor) -> Tensor:
-    """decode [B, S] bool -> rows [S, B] of the decode steps: the B tokens of one position form one step."""
-    b, s = decode.shape
-    rows = torch.arange(b * s, device=decode.device).view(b, s)
-    return torch.where(decode, rows, -1).T.contiguous()
+def aligned_steps(decode: Tensor, batch: int) -> Tensor:
+    """decode [n, S] bool -> rows [n / B * S, B] of the decode steps: one position of `batch` sequences is one step."""
+    n, s = decode.shape
+    batch = min(batch, n)
+    rows = torch.where(decode, torch.arange(n * s, device=decode.device).view(n, s), -1)
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, -n % batch), value=-1)  # the last batch may be smaller
+    return rows.view(-1, batch, s).transpose(1, 2).flatten(0, 1).contiguous()
 
 
-def teacher_forced(windows: Tensor, prefill: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Windows [b, S + 1] -> tokens and targets [b, S], and rows [S, b] of the decode steps after `prefill` tokens."""
+def pieces(windows: Tensor, batch: int) -> Iterator[Tensor]:
+    """Windows [n, S + 1] in the pieces that go through the model at once, whole batches of SEQUENCES windows together."""
+    yield from windows.split(max(batch, SEQUENCES // batch * batch))
+
+
+def teacher_forced(windows: Tensor, prefill: int, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Windows [n, S + 1] -> tokens and targets [n, S], and rows [., B] of the decode steps after `prefill` tokens."""
     ids, targets = windows[:, :-1], windows[:, 1:]
     decode = torch.ones_like(ids, dtype=torch.bool)
     decode[:, :prefill] = False
-    return ids, targets, aligned_steps(decode)
+    return ids, targets, aligned_steps(decode, batch)
 
 
 def window_loss(logits: Tensor, targets: Tensor, prefill: int) -> Tensor:
@@ -65,8 +74,8 @@ def evaluate_text(
 ) -> list[TextResult]:
     """Teacher-forced loss of windows [n, S + 1]: every position of `batch` sequences is one decode step.
 
-    All positions of a batch go through the model at once; each Mixture-of-Experts layer decides position by
-    position, which equals decoding step by step with a cache. The first `prefill` positions keep the model's routes
+    All positions of one or more batches go through the model at once; each Mixture-of-Experts layer decides step by
+    step, which equals decoding step by step with a cache. The first `prefill` positions keep the model's routes
     and do not count. The last batch may be smaller. Raises InactivePolicyError if a policy decided nothing.
     """
     if not 1 <= prefill < windows.shape[1] - 1:
@@ -77,10 +86,8 @@ def evaluate_text(
     sums = [_Sums() for _ in policies]
     has_dense = any(policy.name == "dense" for policy in policies)
     console = Console(stderr=True, quiet=quiet)
-    starts = range(0, len(windows), batch)
-    for start in track(starts, "held-out text", console=console):
-        part = windows[start : start + batch].to(device)
-        ids, targets, steps = teacher_forced(part, prefill)
+    for part in track(list(pieces(windows, batch)), "held-out text", console=console):
+        ids, targets, steps = teacher_forced(part.to(device), prefill, batch)
         dense_best: Tensor | None = None
         if not has_dense:
             dense_best = model(input_ids=ids, use_cache=False).logits.argmax(-1)
