@@ -57,6 +57,7 @@ class Config:
     weight_decay: float = 0.1
     balance: float = 0.03  # weight of the per-layer load loss
     skew: float = 9.0  # expected load of the u-th most used expert ~ exp(-u / skew); 0: equal loads
+    pooled: int = 0  # 1: one load loss for all layers together, as transformers has it
     seed: int = 0
 
 
@@ -112,11 +113,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-b, a), -1) * sin
 
 
-def experts(h: Tensor, p: dict[str, Tensor], i: int, c: Config, load: Tensor) -> tuple[Tensor, Tensor]:
-    """h [T, d] -> (sum of the weighted experts [T, d], load loss N sum_u (f_u - load_u) P_u of the layer).
-
-    f_u is the share of the routes that go to expert u, P_u its mean probability; equal loads give the usual loss - 1.
-    """
+def experts(h: Tensor, p: dict[str, Tensor], i: int, c: Config) -> tuple[Tensor, Tensor, Tensor]:
+    """h [T, d] -> (sum of the weighted experts [T, d], each expert's share of the routes and mean probability [N])."""
     probs = F.linear(h, p[f"{i}.gate"]).softmax(-1, dtype=torch.float32)
     w, ids = probs.topk(c.top_k, -1)
     w = (w / w.sum(-1, keepdim=True)).to(h.dtype)
@@ -129,16 +127,20 @@ def experts(h: Tensor, p: dict[str, Tensor], i: int, c: Config, load: Tensor) ->
     back[order.indices] = torch.arange(len(back), device=h.device)
     y = (y[back].view(*ids.shape, -1) * w[..., None]).sum(1)
     share = torch.diff(ends, prepend=ends.new_zeros(1)).float() / ids.numel()
-    return y, c.experts * ((share - load) * probs.mean(0)).sum()
+    return y, share, probs.mean(0)
 
 
 def forward(p: dict[str, Tensor], ids: Tensor, c: Config, unions: list | None = None) -> tuple[Tensor, Tensor]:
-    """ids [B, S] -> (logits [B, S, V], load loss); `unions` receives each layer's experts a position, [S]."""
+    """ids [B, S] -> (logits [B, S, V], load loss); `unions` receives each layer's experts a position, [S].
+
+    The load loss is N sum_u (f_u - load_u) P_u, mean over layers, with f_u the share of the routes that go to expert u
+    and P_u its mean probability; equal loads give the usual loss - 1. `pooled` takes f and P over all layers.
+    """
     b, s = ids.shape
     freq = c.theta ** (-torch.arange(0, c.head_dim, 2, device=ids.device).float() / c.head_dim)
     angle = torch.arange(s, device=ids.device).float()[:, None] * freq
     cos, sin = (f(torch.cat((angle, angle), -1)).to(p["embed"].dtype) for f in (torch.cos, torch.sin))
-    x, balance = F.embedding(ids, p["embed"]), torch.zeros((), device=ids.device)
+    x, used = F.embedding(ids, p["embed"]), []
     for i in range(c.layers):
         h = rms(x, p[f"{i}.ln1"], c.eps)
         q, k, v = (F.linear(h, p[f"{i}.{n}"]).view(b, s, -1, c.head_dim) for n in "qkv")
@@ -147,12 +149,16 @@ def forward(p: dict[str, Tensor], ids: Tensor, c: Config, unions: list | None = 
         a = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True)
         x = x + F.linear(a.transpose(1, 2).reshape(b, s, -1), p[f"{i}.o"])
         h = rms(x, p[f"{i}.ln2"], c.eps)
-        y, layer_balance = experts(h.view(b * s, -1), p, i, c, p["loads"][i])
+        y, share, probs = experts(h.view(b * s, -1), p, i, c)
+        used.append((share - p["loads"][i], probs))
         if unions is not None:
             chosen = F.linear(h, p[f"{i}.gate"]).topk(c.top_k, -1).indices  # [B, S, K]
             unions.append(F.one_hot(chosen, c.experts).amax((0, 2)).sum(-1))
-        x, balance = x + y.view_as(x), balance + layer_balance
-    return F.linear(rms(x, p["norm"], c.eps), p["embed"]), balance / c.layers
+        x = x + y.view_as(x)
+    excess, probs = (torch.stack(part) for part in zip(*used, strict=True))  # [L, N] each
+    if c.pooled:
+        excess, probs = excess.mean(0, keepdim=True), probs.mean(0, keepdim=True)
+    return F.linear(rms(x, p["norm"], c.eps), p["embed"]), c.experts * (excess * probs).sum(-1).mean()
 
 
 def loss_of(p: dict[str, Tensor], rows: Tensor, c: Config) -> tuple[Tensor, Tensor]:

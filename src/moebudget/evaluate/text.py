@@ -43,7 +43,7 @@ def aligned_steps(decode: Tensor, batch: int) -> Tensor:
 
 
 def pieces(windows: Tensor, batch: int) -> Iterator[Tensor]:
-    """Windows [n, S + 1] in the pieces that go through the model at once, whole batches of SEQUENCES windows together."""
+    """Windows [n, S + 1] in the pieces that go through the model at once: SEQUENCES windows, in whole batches."""
     yield from windows.split(max(batch, SEQUENCES // batch * batch))
 
 
