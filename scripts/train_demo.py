@@ -297,7 +297,7 @@ def main() -> None:
     ap.add_argument("--tokens", type=float, default=400e6)
     ap.add_argument("--seconds", type=float, default=560)
     ap.add_argument("--device", default="cuda")
-    ap.add_argument("--items", type=int, default=100, help="test items a task in a check")
+    ap.add_argument("--items", type=int, default=100, help="test items a task in a check, a third of those at the end")
     ap.add_argument("--check-every", type=int, default=1000, help="steps between checks")
     ap.add_argument("--no-compile", action="store_true")
     ap.add_argument("--export-now", action="store_true")
@@ -358,7 +358,7 @@ def main() -> None:
     saved = {"config": dataclasses.asdict(c), "step": step, "params": master, "optimizer": optimizer.state_dict()}
     torch.save(saved, state)
     if step >= steps or a.export_now:
-        a.items = 300
+        a.items *= 3
         print(json.dumps({"final": check({**half, "loads": loads}, data, a, c), "step": step}), flush=True)
         export({**half, "loads": loads}, a, c)
     else:
