@@ -10,10 +10,10 @@ from moebudget.evaluate.report import pm
 
 Row = dict[str, Any]
 RULES = (
-    "BASE", "BASE, half", "BASE, relative", "BASE, half, relative", "spread", "spread, original", "price",
-    "price, original", "mean energies", "true energies (bound)",
+    "BASE", "BASE, half", "BASE, stand-in", "BASE, relative", "BASE, half, relative", "spread", "spread, original",
+    "spread, stand-in", "price", "price, original", "price, stand-in", "mean energies", "true energies (bound)",
 )  # fmt: skip
-ALLOCATED = ("spread", "spread, original", "price", "price, original")
+ALLOCATED = ("spread", "spread, original", "spread, stand-in", "price", "price, original", "price, stand-in")
 
 
 def above(row: Row) -> float:
@@ -54,10 +54,10 @@ def at_count(rows: list[Row], count: float) -> float | None:
 
 
 def shares(by: dict[tuple[str, int], Row], target: int) -> str:
-    """What the allocated rules lose at a target, over what BASE loses there."""
+    """What the other rules lose at a target, over what BASE loses there."""
     base = above(by["BASE", target])
-    parts = [f"`{rule}` {above(by[rule, target]) / base:.2f}" for rule in ALLOCATED if (rule, target) in by]
-    return f"at {target} experts a layer {', '.join(parts)}"
+    parts = [f"{rule} {above(by[rule, target]) / base:.2f}" for rule in RULES[1:] if (rule, target) in by]
+    return f"at {target} experts a layer {'; '.join(parts)}"
 
 
 def targets_table(rows: list[Row]) -> str:
@@ -73,7 +73,7 @@ def targets_table(rows: list[Row]) -> str:
         equal = reaches(mine, above(by["BASE", 16]))
         cells.append([rule, *(counted(by[rule, m]) if (rule, m) in by else "" for m in targets)])
         cells[-1].append("16.0" if rule == "BASE" else "" if equal is None else f"{equal:.1f}")
-    ratios = "; ".join(shares(by, m) for m in (10, 16) if ("BASE", m) in by)
+    ratios = [f"Over what BASE loses, {shares(by, m)}." for m in (10, 16) if ("BASE", m) in by]
     return "\n\n".join(
         [
             f"{dense['model']}, batch {dense['B']}, decode mode, {dense['tokens']:,} held-out tokens a row; "
@@ -81,7 +81,7 @@ def targets_table(rows: list[Row]) -> str:
             "± half of a 95 % interval, by experts a layer on average; last, the experts at which a rule loses what "
             "BASE loses at 16.",
             table(["rule", *map(str, targets), "as BASE at 16"], cells),
-            f"Over what BASE loses: {ratios}.",
+            *ratios,
             *unions_table(rows),
             source(dense),
         ]
@@ -91,7 +91,7 @@ def targets_table(rows: list[Row]) -> str:
 def unions_table(rows: list[Row]) -> list[str]:
     """Rules without a budget at their own counts, beside what others lose there."""
     mine = [r for r in rows if not r["target"] and r["policy"] != "dense"]
-    others = ("BASE", "BASE, half", "spread", "price")
+    others = ("BASE", "BASE, stand-in", "spread", "spread, stand-in")
     cells = []
     for r in mine:
         cells.append([r["method"], f"`{r['policy']}`", f"{r['fetched']:.1f}", pm(above(r), r["nll_delta_ci95"], 3)])

@@ -28,6 +28,7 @@ from moebudget import provenance
 from moebudget.allocate import allocate
 from moebudget.calibrate import calibrate, load_corpus
 from moebudget.calibrate.data import pack
+from moebudget.calibrate.run import DEFAULT_NEEDS
 from moebudget.demo.run import (
     BATCH,
     LENGTH,
@@ -85,8 +86,10 @@ def allocated(m: int) -> dict[str, str]:
     return {
         "spread": f"spread:budget={m},fill=half",
         "spread, original": f"spread:budget={m},fill=original",
+        "spread, stand-in": f"spread:budget={m},fill=stand_in",
         "price": f"price:budget={m},fill=half",
         "price, original": f"price:budget={m},fill=original",
+        "price, stand-in": f"price:budget={m},fill=stand_in",
     }
 
 
@@ -95,6 +98,7 @@ def ways(m: int) -> dict[str, str]:
     return {
         "BASE": f"base:budget={m}",
         "BASE, half": f"base:budget={m},fill=half",
+        "BASE, stand-in": f"base:budget={m},fill=stand_in",
         "BASE, relative": f"base:budget={m},relative=0.5",
         "BASE, half, relative": f"base:budget={m},fill=half,relative=0.5",
         **allocated(m),
@@ -197,7 +201,8 @@ def main() -> None:
     for stage in a.stages:
         if stage == "calibrate":
             corpus = calibration_corpus(study.tokenizer, study.entries, TOKENS)
-            stats = calibrate(study.model, corpus, model_id=a.name, budget=10, batch=BATCH, rows=16)
+            needs = DEFAULT_NEEDS | {"output_direction"}
+            stats = calibrate(study.model, corpus, model_id=a.name, needs=needs, budget=10, batch=BATCH, rows=16)
             stats.save(a.folder / "every.safetensors")
             study.say(f"calibrated: {dict(stats.info)}")
         elif stage == "allocate":

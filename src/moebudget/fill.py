@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from moebudget.score import Score
+from moebudget.score import PredictedEnergy, Score
 from moebudget.select import rank
 from moebudget.types import Active, LayerStats, RouterBatch, Routing
 
@@ -213,3 +214,27 @@ class Fold:
         ids = torch.where(kept, batch.ids, target)
         weights = torch.where(kept, batch.weights, batch.weights * scale[batch.ids, target])
         return _finish(ids, weights, used, kept.all(-1, keepdim=True), active, batch, "original")
+
+
+@dataclass(frozen=True, slots=True)
+class StandIn:
+    """Another fill, and something for every route that it does not run: its expert's mean direction, as long as BASE
+    predicts (ours).
+
+        shift_t = sum_{u in R_t not run} w_tu sqrt(e_u(z_t)) d_u,   d_u = E[E_u(z) / |E_u(z)|]
+
+    The statistic `output_direction` [N, d] holds d_u, over calibration tokens routed to u. It costs no expert: d
+    numbers a lost route, where an expert is 3 d times its width.
+    """
+
+    fill: Fill = Backfill()
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.fill.needs | PredictedEnergy.needs | {"output_direction"}
+
+    def __call__(self, active: Active, batch: RouterBatch, stats: LayerStats) -> Routing:
+        routing = self.fill(active, batch, stats)
+        runs = torch.zeros_like(batch.probs).scatter_add(-1, routing.ids, (routing.weights != 0).float()) > 0
+        length = torch.where(runs, 0.0, PredictedEnergy()(batch, stats).sqrt())  # [T, N], 0 off the model's routes
+        return dataclasses.replace(routing, shift=length @ stats["output_direction"].float())

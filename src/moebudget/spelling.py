@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 
-from moebudget.fill import Backfill, Drop, Fill, Substitute
+from moebudget.fill import Backfill, Drop, Fill, StandIn, Substitute
 from moebudget.policy import Policy
 
 FILLS: dict[str, Fill] = {
@@ -17,6 +17,7 @@ FILLS: dict[str, Fill] = {
     "preserved": Backfill("preserved"),
     "drop": Drop(),
     "substitute": Substitute(),
+    "stand_in": StandIn(),
 }
 
 

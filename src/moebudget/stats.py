@@ -58,6 +58,7 @@ class Stats:
     predictor_weight [L, N, d], predictor_bias [L, N]: log energy of expert u is a_u . z/|z| + b_u
     energy_mean [L, N]: mean of |E_u(z)|^2 over tokens routed to u; output_norm: of |E_u(z)|; output_norm_weighted: of
     w |E_u(z)|; super_expert [L, N]: 1 for REAP's super experts; count, weight_mean [L, N]
+    output_direction [L, N, d]: mean of E_u(z) / |E_u(z)|, for the fill `stand_in`
     route_ratio [L, K]: median of the j-th route's weight over the heaviest's
     fold_scale, fold_loss [L, N, N]: ExFold's scalars from the row's expert to the column's, and what remains
     similarity_frobenius, similarity_cosine, similarity_cka [L, N, N]: SERE's

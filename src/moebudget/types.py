@@ -52,6 +52,7 @@ class Routing:
 
     ids: Tensor  # [T, K] int64
     weights: Tensor  # [T, K] float32
+    shift: Tensor | None = None  # [T, d] float32, added to the experts' output (`StandIn`)
 
 
 PLACEMENT = frozenset({"placement_device", "placement_cost"})  # tensors that a Placement adds to the statistics

@@ -48,12 +48,14 @@ def test_statistic_differs_from_loops_over_tokens_and_experts(name: str) -> None
         found = {key: tensor[position].double() for key, tensor in stats.tensors.items()}
         ratios: dict[int, list[float]] = defaultdict(list)
         norms: dict[int, list[float]] = defaultdict(list)
+        directions: dict[int, list[Tensor]] = defaultdict(list)
         sums: dict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
         for t, (chosen, w) in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
             for j, x in enumerate(sorted(w, reverse=True)):
                 ratios[j].append(x / max(w))
             for u in chosen:
                 norms[u].append(float(every[t, u].norm()))
+                directions[u].append(every[t, u] / every[t, u].norm())
                 for v in chosen:
                     omega, x, y = float(every[t, u].norm()), every[t, u], every[t, v]
                     for i, value in enumerate((x @ y, y @ y, x @ x)):
@@ -64,6 +66,8 @@ def test_statistic_differs_from_loops_over_tokens_and_experts(name: str) -> None
         for u in range(tiny.EXPERTS):
             wanted = sum(norms[u]) / len(norms[u]) if norms[u] else seen[(len(seen) - 1) // 2]
             assert float(found["output_norm"][u]) == pytest.approx(wanted, rel=1e-5)
+            mean = sum(directions[u]) / len(directions[u]) if directions[u] else torch.zeros(every.shape[-1])
+            torch.testing.assert_close(found["output_direction"][u], mean.double(), rtol=0, atol=1e-5)
             for v in range(tiny.EXPERTS):
                 uv, vv, uu = sums[u, v]
                 scale = max(-4.0, min(4.0, uv / (vv + 1e-3)))

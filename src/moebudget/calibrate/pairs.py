@@ -1,4 +1,4 @@
-"""What the other papers' methods are calibrated on: ratios of weights, pairs of experts routed together, all pairs."""
+"""What other methods are calibrated on: ratios of weights, directions, pairs of experts routed together, all pairs."""
 
 from __future__ import annotations
 
@@ -74,6 +74,23 @@ class Folding:
         itself = torch.eye(n, dtype=torch.bool, device=uv.device)
         scale = torch.where(seen, scale, 0.0).masked_fill(itself, 1.0)
         return {"fold_scale": scale, "fold_loss": loss.masked_fill(itself, UNSEEN)}
+
+
+class Direction:
+    """Mean of E_u(z) / |E_u(z)| over the tokens routed to expert u, [N, d]; 0 for an expert without any."""
+
+    def __init__(self, experts: int, hidden: int, device: torch.device | str) -> None:
+        self.total = torch.zeros(experts, hidden, dtype=torch.float64, device=device)
+        self.count = torch.zeros(experts, dtype=torch.int64, device=device)
+
+    def add(self, layer: MoeLayer, hidden: Tensor, ids: Tensor, weights: Tensor, outputs: Tensor) -> None:  # noqa: ARG002
+        """ids [T, K], outputs [T, K, d] unweighted."""
+        flat, one = ids.flatten(), unit(outputs).flatten(0, 1)
+        self.total += torch.zeros_like(self.total, dtype=one.dtype).index_add(0, flat, one)
+        self.count += torch.bincount(flat, minlength=len(self.count))
+
+    def finish(self) -> dict[str, Tensor]:
+        return {"output_direction": self.total / self.count.clamp_min(1)[:, None]}
 
 
 class Similarity:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moebudget.calibrate.collect import LayerSums, solve_ridge
 from moebudget.calibrate.data import Corpus, Packed
-from moebudget.calibrate.pairs import Folding, RouteRatios, Similarity
+from moebudget.calibrate.pairs import Direction, Folding, RouteRatios, Similarity
 from moebudget.calibrate.passes import LastLayerSeen, batches, forward
 from moebudget.calibrate.validate import validate
 from moebudget.integrations.families import MoeLayer, model_facts, moe_layers
@@ -33,7 +33,7 @@ PREDICTOR = frozenset({"predictor_weight", "predictor_bias"})
 NONLINEAR = frozenset({"nonlinear_features", "nonlinear_weight", "nonlinear_bias"})
 MEANS = ("count", "energy_mean", "weight_mean", "output_norm", "output_norm_weighted")
 DEFAULT_NEEDS = PREDICTOR | {"energy_mean"}
-KNOWN = PREDICTOR | NONLINEAR | {*MEANS, "super_expert", "route_ratio", "fold_scale", "fold_loss"}
+KNOWN = PREDICTOR | NONLINEAR | {*MEANS, "super_expert", "route_ratio", "output_direction", "fold_scale", "fold_loss"}
 KNOWN |= {f"similarity_{metric}" for metric in METRICS}
 EXACT = frozenset({"count", "mean_y", *MEANS})  # kept in float64 until all layers are done
 INTERNAL = frozenset({"slope", "bias", "mean_y", "output_peak", "nonlinear_slope", "nonlinear_bias"})
@@ -74,9 +74,11 @@ class LayerSet:
             generator = torch.Generator().manual_seed(position)
             self.nonlinear = LayerSums(n, d, device, torch.randn(FEATURES, d, generator=generator))
         metrics = frozenset(m for m in METRICS if f"similarity_{m}" in needs)
-        self.pairs: list[RouteRatios | Folding | Similarity] = []
+        self.pairs: list[RouteRatios | Direction | Folding | Similarity] = []
         if "route_ratio" in needs:
             self.pairs.append(RouteRatios(facts.top_k, device))
+        if "output_direction" in needs:
+            self.pairs.append(Direction(n, d, device))
         if needs & {"fold_scale", "fold_loss"}:
             self.pairs.append(Folding(n, device))
         if metrics:

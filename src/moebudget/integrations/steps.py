@@ -8,6 +8,7 @@ from torch import Tensor
 from moebudget.fill import widen
 from moebudget.integrations.families import MoeLayer
 from moebudget.runtime import LayerRouter
+from moebudget.types import Routing
 
 
 def route_steps(
@@ -18,12 +19,13 @@ def route_steps(
     weights: Tensor,
     steps: Tensor,
     voting: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Routing:
     """Apply the layer's policy to the decode steps [S, B] of flattened tokens; everything else keeps its routes.
 
     hidden [T, d], ids and weights [T, K] as the model computed them. Rows that a policy leaves alone come back bit
     for bit, in the model's own slot order. Rows of a step that do not vote [S, B] run an expert of the set, weight 0.
-    A policy with more than K routes a row (OEA's k_max) widens all rows; the others get unused slots.
+    A policy with more than K routes a row (OEA's k_max) widens all rows; the others get unused slots. A shift is 0 in
+    rows that no step names.
     """
     named, rows = steps >= 0, steps.clamp_min(0)
     live = named if voting is None else named & voting
@@ -47,7 +49,36 @@ def route_steps(
     target = torch.where(named, steps, padding).flatten()
     out_ids = torch.cat([ids, ids[:1]]).index_copy(0, target, new_ids)[:padding]
     out_weights = torch.cat([weights, weights[:1]]).index_copy(0, target, new_weights)[:padding]
-    return out_ids, out_weights
+    if routing.shift is None:
+        return Routing(out_ids, out_weights)
+    shift = routing.shift.new_zeros(padding + 1, hidden.shape[-1])
+    return Routing(out_ids, out_weights, shift.index_copy(0, target, routing.shift.flatten(0, 1))[:padding])
+
+
+def route_forward(
+    layer: MoeLayer,
+    decode: LayerRouter,
+    prefill: LayerRouter | None,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    steps: Tensor | None,
+    voting: Tensor | None,
+) -> Routing:
+    """What runs in one forward pass: `decode` on the decode steps, `prefill` (None: the model's routes) on the rest.
+
+    inputs: hidden [T, d], ids and weights [T, K] as the model computed them.
+    """
+    ids, weights = inputs[1:]
+    routed = Routing(ids, weights)
+    if prefill is not None:
+        routed = route_steps(layer, prefill, *inputs, prefill_rows(len(ids), steps, ids.device))
+    if steps is None:
+        return routed
+    decoded = route_steps(layer, decode, *inputs, steps, voting)
+    if prefill is None:
+        return decoded
+    shifts = [r.shift for r in (routed, decoded) if r.shift is not None]  # of different rows
+    merged = merge_rows((routed.ids, routed.weights), (decoded.ids, decoded.weights), steps)
+    return Routing(*merged, sum(shifts, torch.zeros_like(shifts[0])) if shifts else None)
 
 
 def prefill_rows(rows: int, steps: Tensor | None, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moebudget.integrations.families import model_facts, moe_layers, text_config
 from moebudget.integrations.observe import restore
-from moebudget.integrations.steps import merge_rows, prefill_rows, route_steps
+from moebudget.integrations.steps import route_forward
 from moebudget.placement import Placement
 from moebudget.policy import Policy
 from moebudget.presets import parse
@@ -46,6 +46,7 @@ class Run:
         self._steps: Tensor | None = None  # [S, B] rows of the decode steps in this forward pass, None = prefill
         self._voting: Tensor | None = None  # [S, B] which of them vote, None = all
         self._explicit: Tensor | None = None
+        self._shift: Tensor | None = None  # [T, d] what the running layer's experts are to be moved by
         self._prompt = False  # `generate` is reading its prompt
         self._ends = self._ending_ids()
         self._seen = 0
@@ -119,7 +120,7 @@ class Run:
 
     def _before_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._seen = 0
-        self._voting = None
+        self._voting = self._shift = None
         self.forwards += 1
         if self._explicit is not None:
             self._steps = self._explicit
@@ -160,19 +161,16 @@ class Run:
             call = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
             names = list(call.arguments)[1:4]  # hidden, ids, weights
             hidden, ids, weights = (call.arguments[name] for name in names)
-            new_ids, new_weights = ids, weights
-            if prefill is not None:
-                rows = prefill_rows(len(ids), self._steps, ids.device)
-                new_ids, new_weights = route_steps(layer, prefill, hidden, ids, weights, rows)
-            if self._steps is not None:
-                decoded = route_steps(layer, router, hidden, ids, weights, self._steps, self._voting)
-                new_ids, new_weights = (
-                    decoded if prefill is None else merge_rows((new_ids, new_weights), decoded, self._steps)
-                )
-            call.arguments[names[1]], call.arguments[names[2]] = new_ids, new_weights
+            routed = route_forward(layer, router, prefill, (hidden, ids, weights), self._steps, self._voting)
+            call.arguments[names[1]], call.arguments[names[2]] = routed.ids, routed.weights
+            self._shift = routed.shift
             return call.args[1:], call.kwargs
 
         return hook
+
+    def _after_experts(self, _module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
+        shift, self._shift = self._shift, None
+        return output if shift is None else output + shift.to(output.dtype)
 
 
 def facts_of(model: nn.Module) -> ModelFacts:
@@ -249,6 +247,7 @@ def attach(
         for position, layer in enumerate(run.layers):
             hook = run._before_experts(position)
             undo.callback(layer.experts.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            undo.callback(layer.experts.register_forward_hook(run._after_experts).remove)
         yield run
     if run.forwards and not run.counters.steps:
         warnings.warn(
