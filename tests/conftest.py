@@ -69,6 +69,7 @@ RIVALS = (
 )
 OURS = (
     "base:budget=M,fill=half",
+    "base:budget=M,fill=stand_in",
     "base:budget=M,relative=0.5",
     "spread:budget=M",
     "spread:budget=M,relative=1,floor=yes,fill=original",
@@ -189,6 +190,7 @@ def more_stats(n: int, k: int, g: torch.Generator) -> dict[str, Tensor]:
     for metric in ("frobenius", "cosine", "cka"):
         half = (torch.rand(n, n, generator=g) * 32).round() / 32
         stats[f"similarity_{metric}"] = torch.minimum(half, half.T).fill_diagonal_(1.0)
+    stats["output_direction"] = torch.randn(n, HIDDEN, generator=g)
     return stats
 
 
@@ -230,6 +232,8 @@ def assert_routes(routing: Routing, expected: list[reference.Routes], where: str
 
 
 def assert_same(found: Routing, wanted: Routing, where: str = "") -> None:
-    """Ids exactly, weights to float32 rounding."""
+    """Ids exactly, weights and, where both have one, shifts to float32 rounding."""
     assert torch.equal(found.ids, wanted.ids), where
     torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-6, atol=1e-7, equal_nan=True)
+    if found.shift is not None and wanted.shift is not None:
+        torch.testing.assert_close(found.shift, wanted.shift, rtol=1e-5, atol=1e-5)

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from moebudget.fill import Backfill, Drop, OwnRoutes, kept_routes
+from moebudget.fill import Backfill, Drop, Fill, OwnRoutes, StandIn, kept_routes
 from moebudget.router import RouterSpec
 from moebudget.score import RouteRank
 from moebudget.types import NO_STATS, Active, Routing
@@ -54,6 +55,36 @@ def test_drop_differs_from_the_specification(kind: str, size: int) -> None:
         active = random_set(problem, size)
         routing = Drop()(active, problem.batch, NO_STATS)
         assert_routes(routing, [reference.drop(row, members(active)) for row in problem.reference], problem.shape)
+
+
+@over_kinds
+@pytest.mark.parametrize("fill", [Backfill("half"), Drop()])
+def test_shift_differs_from_the_directions_of_lost_routes(kind: str, fill: Fill) -> None:
+    for problem in problems(kind):
+        batch = problem.batch
+        active = random_set(problem, 3)
+        routing, plain = StandIn(fill)(active, batch, problem.stats), fill(active, batch, problem.stats)
+        assert torch.equal(routing.ids, plain.ids)
+        assert torch.equal(routing.weights, plain.weights)
+        assert routing.shift is not None
+        a, b, d = (problem.stats[n] for n in ("predictor_weight", "predictor_bias", "output_direction"))
+        wanted = torch.zeros_like(routing.shift)
+        for t, (row, runs) in enumerate(zip(problem.reference, used_slots(plain), strict=True)):
+            z = batch.hidden[t] / batch.hidden[t].norm()
+            for u, w in row.routes:
+                if u not in {v for v, _ in runs}:
+                    wanted[t] += w * math.exp(float(a[u] @ z + b[u]) / 2) * d[u]
+        torch.testing.assert_close(routing.shift, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_row_that_does_not_vote_is_shifted() -> None:
+    problem = make_problem("softmax_renorm", 3, 16, 8)
+    live = torch.tensor([True, False, True])
+    hidden = problem.hidden.index_fill(0, torch.tensor([2]), torch.nan)
+    shift = StandIn()(random_set(problem, 3), problem.spec(hidden, problem.logits, live=live), problem.stats).shift
+    assert shift is not None
+    assert shift[1:].tolist() == [[0.0] * shift.shape[1]] * 2
+    assert float(shift[0].norm()) > 0
 
 
 @over_kinds

@@ -120,7 +120,7 @@ def ours(name: str, given: Mapping[str, str], problem: Problem) -> tuple[set[int
     order = reference.first_first(rows, total, given.get("floor") == "yes")
     entry = min(m, problem.spec.num_experts) - 1
     if name == "base":
-        return set(order[:m]), given.get("fill", "original")
+        return set(order[:m]), given.get("fill", "original").replace("stand_in", "original")  # its routes alone
     if name == "spread":
         return set(order[: stats["layer_budget"][entry]]), given.get("fill", "half")
     first = reference.first_union(rows, 1) if given.get("floor") == "yes" else set[int]()
