@@ -128,7 +128,7 @@ class FusedRouter:
         self.budget.copy_(torch.as_tensor(plan.most).reshape(1))
         self.score = make(max_rows, padded, dtype=torch.float32)
         self.runs = make(max_rows if plan.rule == "GATE" else 0, padded, dtype=torch.float32)
-        self.places = make(max_rows, padded, dtype=torch.int8)
+        self.places = make(*self.runs.shape, dtype=torch.int8)
         self.kinds = make(max_rows, dtype=torch.int8)
         self.partial = make(-(-max_rows // CHUNK), padded, dtype=torch.float64)
         self.arrivals = make(-(-max_rows // CHUNK), dtype=torch.int32)

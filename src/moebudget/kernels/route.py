@@ -37,7 +37,7 @@ def route_rows(
         if most >= N:
             if PDL:
                 tl.extra.cuda.gdc_wait()
-            finish_row(logits, places, kinds, ids, weights, counters, logits_stride, T, N, NP, K, SIGMOID, COUNT)
+            finish_row(logits, score, kinds, ids, weights, counters, logits_stride, T, N, NP, K, SIGMOID, COUNT)
             return
     expert, place, field = tl.arange(0, NP), tl.arange(0, NP), tl.arange(0, FIELDS)
     probs, choice, biased, _ = row_scores(

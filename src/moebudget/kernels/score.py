@@ -37,13 +37,13 @@ def score_rows(
     score. GATE: places [t, :] int8 of the row's routes, K elsewhere. CAPS: a budget of N or more leaves nothing out.
     """
     row, part = tl.program_id(0), tl.program_id(1)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     if CAPS:
         if tl.load(budget) >= N:
+            if PDL:
+                tl.extra.cuda.gdc_launch_dependents()
             if part == 0:
                 leave_row(
-                    logits, hidden, bias, live, places, kinds, own_ids, own_weights, ids, weights, counters,
+                    logits, hidden, bias, live, score, kinds, own_ids, own_weights, ids, weights, counters,
                     logits_stride, hidden_stride, N, D, NP, K, BLOCK, SIGMOID, HAS_BIAS, RENORMALIZE, SCALE,
                     GROUPS, OPEN, TOP2, GP, ROUTED, COUNT,
                 )  # fmt: skip
@@ -53,6 +53,8 @@ def score_rows(
     )
     kind = tl.load(live + row).to(tl.int32)
     opened = choice > -float("inf")
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     expert, column = tl.arange(0, NP), tl.arange(0, BLOCK)
     if ROUTED:
         place = slots_of(own_ids + row * K, NP, K)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moebudget.kernels.batch import BROKEN, FIELDS, KEEPS, PADDING, VOTES, field_of, has_below
+from moebudget.kernels.batch import BROKEN, FIELDS, KEEPS, PADDING, VOTES, field_of, voted
 from moebudget.kernels.rows import best_expert, mass_of, ordered, row_scores, slots_of, top_slots
 
 
 @triton.jit
 def leave_row(
-    logits, hidden, bias, live, places, kinds, own_ids, own_weights, ids, weights, counters,
+    logits, hidden, bias, live, score, kinds, own_ids, own_weights, ids, weights, counters,
     logits_stride, hidden_stride, N,
     D: tl.constexpr, NP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
     SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr,
     GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr, GP: tl.constexpr,
     ROUTED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """First launch, row t: its own ids and weights [t, K], its kind and counters, and places [t, :] if it votes."""
+    """First launch, row t: its own ids and weights [t, K], its kind and counters; score [t, :] is 0 where it votes, else -1."""
     row = tl.program_id(0)
     expert, slot, field, column = tl.arange(0, NP), tl.arange(0, NP), tl.arange(0, FIELDS), tl.arange(0, BLOCK)
     if COUNT:
@@ -41,7 +41,7 @@ def leave_row(
     kind = tl.where((kind != PADDING) & (sound == 0), BROKEN, kind)
     voting = kind == VOTES
     tl.store(kinds + row, kind.to(tl.int8))
-    tl.store(places + row * NP + expert, tl.where(voting, place, K).to(tl.int8))
+    tl.store(score + row * NP + expert, tl.where(voting & route, 0.0, -1.0))
     if voting | (kind == KEEPS):
         if ROUTED:
             own = tl.load(own_ids + row * K + slot, mask=slot < K, other=0)
@@ -62,7 +62,7 @@ def leave_row(
 
 @triton.jit
 def finish_row(
-    logits, places, kinds, ids, weights, counters, logits_stride, T, N,
+    logits, score, kinds, ids, weights, counters, logits_stride, T, N,
     NP: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Second launch, row t: padding and broken rows name the best expert that a voting row runs; row 0 counts them."""
@@ -70,7 +70,7 @@ def finish_row(
     kind = tl.load(kinds + row, cache_modifier=".cg").to(tl.int32)
     idle = (kind == PADDING) | (kind == BROKEN)
     if idle | (COUNT & (row == 0)):
-        union = has_below(places, K, T, NP)
+        union = voted(score, T, NP)
         if idle:
             probs, _, _, _ = row_scores(logits + row * logits_stride, logits, N, NP, SIGMOID, False, 1, 1, False, 2)
             lone = best_expert(tl.where(probs == probs, probs, 0.0), union, NP)
