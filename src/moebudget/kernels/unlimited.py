@@ -18,7 +18,7 @@ def leave_row(
     GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr, GP: tl.constexpr,
     ROUTED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """First launch, row t: its own ids and weights [t, K], its kind and counters; score [t, :] is 0 where it votes, else -1."""
+    """First launch, row t: its own ids and weights [t, K], kind and counters; score [t, :]: 0 for a vote, else -1."""
     row = tl.program_id(0)
     expert, slot, field, column = tl.arange(0, NP), tl.arange(0, NP), tl.arange(0, FIELDS), tl.arange(0, BLOCK)
     if COUNT:
