@@ -216,7 +216,7 @@ def decode_table(rows: list[Row]) -> str:
     for r in {(r["model"], r["weights"], r["B"]): r for r in rows if r["bench"] == "decode_fit"}.values():
         if r["r2"] < 0.9:
             lines.append(
-                f"{r['model']}, B = {r['B']}: no line (R² {r['r2']:.4f}); a step's time is not that of fetching experts."
+                f"{r['model']}, B = {r['B']}: no line (R² {r['r2']:.4f}); a step's time is not that of fetching."
             )
             continue
         tight = sorted((int(m), speed) for m, speed in r["speedup_at_union"].items() if int(m) < r["at_union"])
