@@ -54,9 +54,10 @@ def at_count(rows: list[Row], count: float) -> float | None:
 
 
 def shares(by: dict[tuple[str, int], Row], target: int) -> str:
-    """What the other rules lose at a target, over what BASE loses there."""
+    """What the other rules that fetch about the target lose there, over what BASE loses."""
     base = above(by["BASE", target])
-    parts = [f"{rule} {above(by[rule, target]) / base:.2f}" for rule in RULES[1:] if (rule, target) in by]
+    mine = {rule: by[rule, target] for rule in RULES[1:] if (rule, target) in by}
+    parts = [f"{rule} {above(r) / base:.2f}" for rule, r in mine.items() if abs(r["fetched"] - target) < 0.5]
     return f"at {target} experts a layer {'; '.join(parts)}"
 
 

@@ -258,7 +258,7 @@ def speed_line(rows: list[Row]) -> str:
 
 
 SPREAD = "docs/methods/spread.md"
-SPREAD_MODELS = {"": NAME, "large-": "qwen3-moe-80m"}  # prefix of the places -> model of the rows
+SPREAD_MODELS = {"": NAME, "equal-": "equal-loads-8m", "large-": "qwen3-moe-80m"}  # by prefix of the places
 
 
 def blocks(

@@ -51,7 +51,7 @@ def of_model(rows: list[dict[str, Any]], model: str) -> list[dict[str, Any]]:
 
 def contrast(rows: list[dict[str, Any]]) -> str:
     """The same rules on the model with equal loads, which is not shipped."""
-    equal = {r["policy"]: r for r in of_model(rows, "equal-loads-8m")}
+    equal = {r["policy"]: r for r in of_model(rows, "equal-loads-8m") if r["bench"] == "quality"}
     losses = [
         f"{name} {equal[policy]['nll'] - equal[policy]['dense_nll']:.2f}"
         for name, policy in (
