@@ -30,6 +30,11 @@ class Line:
         """Milliseconds on the line, turned about the middle of the points by `shift` ms an expert."""
         return self.a + self.b * fetched + shift * (fetched - self.middle)
 
+    def gain(self, union: float, fetched: float) -> tuple[float, float]:
+        """How many times faster a step is at `fetched` than at `union` experts, and half of the 95 % interval."""
+        low, high = (self.at(union, s) / self.at(fetched, s) for s in (-self.b_half, self.b_half))
+        return self.at(union) / self.at(fetched), (high - low) / 2
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -68,9 +73,8 @@ def judge(line: Line, shape: Roofline, *, batch: int, union: float, budget: int,
     early = judge_shape(shape, batch=batch, union=union, budget=budget)
     if early is not None:
         return early
-    price, gain = shape.expert_ms(gb_s), line.at(union) / line.at(budget)
-    low, high = (line.at(union, shift) / line.at(budget, shift) for shift in (-line.b_half, line.b_half))
-    half = (high - low) / 2
+    price, (gain, half) = shape.expert_ms(gb_s), line.gain(union, budget)
+    low, high = gain - half, gain + half
     cost = f"an expert more in every layer costs {line.b:.4f} ± {line.b_half:.4f} ms, reading it {price:.4f}"
     if line.b + line.b_half < CLOSE * price or line.b + line.b_half <= 0:
         return Verdict(
