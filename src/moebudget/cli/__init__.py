@@ -11,18 +11,8 @@ from moebudget.cli import allocate, analyse, bench, calibrate, compare, diagnose
 from moebudget.cli.app import app
 
 __all__ = [
-    "allocate",
-    "analyse",
-    "app",
-    "bench",
-    "calibrate",
-    "compare",
-    "diagnose",
-    "evaluate",
-    "main",
-    "show",
-    "tune",
-]
+    "allocate", "analyse", "app", "bench", "calibrate", "compare", "diagnose", "evaluate", "main", "show", "tune",
+]  # fmt: skip
 
 
 def _user_errors() -> tuple[type[BaseException], ...]:

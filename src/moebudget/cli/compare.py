@@ -11,7 +11,16 @@ import typer
 from rich.console import Console
 
 from moebudget.cli.app import DeviceOption, DtypeOption, app
-from moebudget.cli.inputs import AnyModel, DataOption, OutOption, StatsOption, TasksOption, note, read_inputs
+from moebudget.cli.inputs import (
+    AnyModel,
+    DataOption,
+    ItemsOption,
+    OutOption,
+    StatsOption,
+    TasksOption,
+    note,
+    read_inputs,
+)
 
 SpeedOption = Annotated[float | None, typer.Option(help="Times faster than the unchanged model; needs --timing.")]
 TpotOption = Annotated[float | None, typer.Option(help="Milliseconds of a decode step; needs --timing.")]
@@ -37,6 +46,7 @@ def compare_command(
     data: DataOption = None,
     stats: StatsOption = None,
     tasks: TasksOption = None,
+    items: ItemsOption = 24,
     batch: Annotated[int, typer.Option(min=1, help="Rows a decode step, kept constant.")] = 16,
     windows: Annotated[int, typer.Option(min=2, help="Windows of text at most, the search's included.")] = 64,
     length: Annotated[int, typer.Option(min=4, help="Predicted tokens a window.")] = 256,
@@ -58,7 +68,7 @@ def compare_command(
     target = read_target(experts=experts, speedup=speedup, tpot=tpot, timing=timing)
     spelled = split_many(policies)
     given = read_inputs(
-        model, data=data, stats=stats, tasks=tasks, demo_items=24, windows=windows, length=length, out=out,
+        model, data=data, stats=stats, tasks=tasks, demo_items=items, windows=windows, length=length, out=out,
         device=device, dtype=dtype,
     )  # fmt: skip
     target.prepare(given.facts, batch)

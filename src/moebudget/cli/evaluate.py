@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from moebudget.cli.app import DeviceOption, DtypeOption, app
-from moebudget.cli.inputs import AnyModel, DataOption, OutOption, StatsOption, TasksOption, read_inputs
+from moebudget.cli.inputs import AnyModel, DataOption, ItemsOption, OutOption, StatsOption, TasksOption, read_inputs
 
 
 @app.command("eval")
@@ -21,6 +21,7 @@ def eval_command(
     data: DataOption = None,
     stats: StatsOption = None,
     tasks: TasksOption = None,
+    items: ItemsOption = 24,
     batch: Annotated[int, typer.Option(min=1, help="Rows a decode step, kept constant.")] = 16,
     windows: Annotated[int, typer.Option(min=1, help="Windows of text to evaluate at most.")] = 64,
     length: Annotated[int, typer.Option(min=4, help="Predicted tokens a window.")] = 256,
@@ -51,7 +52,7 @@ def eval_command(
 
     parsed = [parse(text) for text in policy]
     given = read_inputs(
-        model, data=data, stats=stats, tasks=tasks, demo_items=24, windows=windows, length=length, out=out,
+        model, data=data, stats=stats, tasks=tasks, demo_items=items, windows=windows, length=length, out=out,
         device=device, dtype=dtype,
     )  # fmt: skip
     for p in parsed:

@@ -29,6 +29,7 @@ TasksOption = Annotated[
     Path | None,
     typer.Option(help="Task items, one JSON object a line with task, prompt and target (the exact continuation)."),
 ]
+ItemsOption = Annotated[int, typer.Option(min=0, help="Items of each of the nine tasks, for `demo`.")]
 OutOption = Annotated[Path, typer.Option(help="Folder for what the command writes, and for the demo's statistics.")]
 
 

@@ -13,7 +13,16 @@ from rich.table import Table
 
 from moebudget.cli.app import DeviceOption, DtypeOption, app
 from moebudget.cli.compare import SpeedOption, TimingOption, TpotOption
-from moebudget.cli.inputs import AnyModel, DataOption, OutOption, StatsOption, TasksOption, note, read_inputs
+from moebudget.cli.inputs import (
+    AnyModel,
+    DataOption,
+    ItemsOption,
+    OutOption,
+    StatsOption,
+    TasksOption,
+    note,
+    read_inputs,
+)
 
 
 @app.command("tune")
@@ -39,7 +48,7 @@ def tune_command(
     batch: Annotated[int, typer.Option(min=1, help="Rows a decode step, as served.")] = 16,
     windows: Annotated[int, typer.Option(min=2, help="Windows of text: 40 % search, the others confirm.")] = 80,
     length: Annotated[int, typer.Option(min=4, help="Predicted tokens a window.")] = 256,
-    items: Annotated[int, typer.Option(min=1, help="Items of each task, for the demo.")] = 48,
+    items: ItemsOption = 48,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="The config; default OUT/tuned.json.")] = None,
     rows: Annotated[
         Path | None, typer.Option(help="Rows measured before, read and appended to; default OUT/tune.jsonl.")
@@ -61,7 +70,7 @@ def tune_command(
     if target.kind == "task" and tasks is None and model != "demo":
         raise ValueError("--max-task-drop needs task items: --tasks items.jsonl")
     given = read_inputs(
-        model, data=data, stats=stats, tasks=tasks, demo_items=items, windows=windows, length=length, out=out,
+        model, data=data, stats=stats, tasks=tasks, demo_items=items * (target.kind == "task"), windows=windows, length=length, out=out,
         device=device, dtype=dtype,
     )  # fmt: skip
     target.prepare(given.facts, batch)

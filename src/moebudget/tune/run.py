@@ -106,9 +106,9 @@ def tune(
         if not candidates:
             answer = Answer(
                 None,
-                f"no setting of {', '.join(policies)} fetches fewer experts than the unchanged model's "
-                f"{looking.native:.1f} and stays within {target.bound:g} by the upper end of the 95 % interval: the "
-                "operating window is empty; allow more loss, or give more samples for a narrower interval",
+                f"no setting of {', '.join(policies)} below the unchanged model's {looking.native:.1f} experts stays "
+                f"within {target.bound:g} by the upper end of its 95 % interval: the operating window is empty; allow "
+                "more loss, or give more samples, which narrow the interval",
             )
     else:
         limit = target.experts_at(looking.native)

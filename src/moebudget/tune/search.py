@@ -44,6 +44,8 @@ def families_of(texts: Sequence[str], facts: ModelFacts) -> list[Family]:
     found = []
     for text in texts:
         one = family(text, facts)
+        if (parse(text) if one is None else one.policy(one.high)).needs_energy:
+            raise ValueError(f"{text!r} needs the true output energies of a step, which only analysis has; use base")
         if one is None:
             policy = parse(text)
             found.append(Family(policy.name, 0, 0, whole=True))
@@ -137,10 +139,13 @@ class Search:
 
 
 def _between(low: int, high: int, ends: dict[int, float], bound: float) -> int:
-    if low in ends and high in ends and ends[high] > 0:
-        step = math.log(ends[low] / bound) / math.log(ends[low] / ends[high])
-        return min(high - 1, max(low + 1, round(low + step * (high - low))))
-    return (low + high) // 2
+    """The middle; or where the loss crosses the bound if its logarithm is a line through two known settings."""
+    below = [v for v in ends if v < low and ends[v] > ends.get(low, math.inf)]
+    other = high if ends.get(high, 0) > 0 else max(below, default=None)
+    if low not in ends or other is None or ends[other] == ends[low]:
+        return (low + high) // 2
+    step = math.log(bound / ends[low]) / math.log(ends[other] / ends[low]) * (other - low)
+    return min(high - 1, max(low + 1, math.ceil(low + step)))
 
 
 def confirm(

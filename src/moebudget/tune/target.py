@@ -144,7 +144,7 @@ def require_samples(target: Target, windows: int, tasks: Sequence[str]) -> None:
     if best > target.bound:
         raise ValueError(
             f"--max-task-drop {target.bound:g}: on {n} items even a policy that changes no answer may lose up to "
-            f"{best:.1f} points; give about {math.ceil(2 * n * best / target.bound)} items or a larger bound"
+            f"{best:.1f} points; give about {10 * math.ceil(n * best / target.bound / 5)} items or a larger bound"
         )
 
 
