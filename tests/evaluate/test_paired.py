@@ -69,7 +69,7 @@ def test_tasks_with_more_items_weigh_more() -> None:
     ("gap", "scale", "says"),
     [
         (Paired(5.0, 1.0, 9.0, 50), TASKS, "no verdict on 50 items: at least 200 are needed"),
-        (None, TEXT, "no verdict on too few windows: at least 30 are needed"),
+        (paired(torch.ones(29)), TEXT, "no verdict on 29 windows: at least 30 are needed"),
         (Paired(0.5, 0.4, 0.6, 48), TEXT, "loses 0.500 ± 0.100 nats"),
         (Paired(-2.0, -3.0, -1.0, 300), TASKS, "gains 2.0 ± 1.0 points"),
         (Paired(0.4, -1.0, 2.0, 300), TASKS, "no loss found: at most 2.0 points at 95 %"),
@@ -77,7 +77,7 @@ def test_tasks_with_more_items_weigh_more() -> None:
         (Paired(2.9, -0.1, 5.9, 300), TASKS, "cannot tell: up to 5.9 points; 600 items would tell"),
     ],
 )
-def test_verdict_is_another(gap: Paired | None, scale: Any, says: str) -> None:
+def test_verdict_is_another(gap: Paired, scale: Any, says: str) -> None:
     assert verdict(gap, scale) == says
 
 
@@ -136,7 +136,9 @@ def test_gaps_quarters_and_batching_are_not_those_of_the_parts() -> None:
     assert row["task_verdict"] == "no verdict on 4 items: at least 200 are needed"
     assert row["retained_energy"] is None
     _, drained = evaluate(model, policies, stats, WINDOWS[:8], refill=False, **{**options, "batch": 3})
-    assert (drained.as_row("tiny")["batching"], drained.loss_gap) == ("draining", None)
+    row = drained.as_row("tiny")
+    assert (row["batching"], row["nll_delta_low"], row["nll_n"]) == ("draining", None, 8)
+    assert row["nll_delta"] == pytest.approx(drained.delta, abs=1e-5)
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(verdict_table([dense, found]))
     shown = console.export_text()

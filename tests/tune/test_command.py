@@ -74,7 +74,7 @@ def test_config_is_refused_by_attach_or_vllm(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_no_operating_point_writes_a_config_or_ends_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["tune", "demo", "--out", tmp_path, *SMALL, "--policies", "squared"]
+    command = ["tune", "demo", "--out", tmp_path, *SMALL, "--policies", "squared", "--windows", 80]
     for target, says in (
         (("--max-loss-increase", 1e-7), "the operating window is empty"),
         (("--experts", 60), "there is nothing to leave out"),
@@ -86,6 +86,12 @@ def test_no_operating_point_writes_a_config_or_ends_well(tmp_path: Path, capsys:
         assert says in answer["reason"]
         assert "no operating point" in shown
     assert not (tmp_path / "tuned.json").exists()
+    assert run([*command, "--max-loss-increase", 2.5]) == 0
+    answer, _ = last(capsys)
+    confirmed = json.loads((tmp_path / "tuned.json").read_text())["moebudget"]["evidence"]["confirmed"]
+    assert confirmed["policy"] == answer["policy"] != "dense"
+    assert 0 < confirmed["nll_delta_high"] <= 2.5
+    assert confirmed["nll_n"] == 48
 
 
 def test_compare_leaves_out_dense_or_top_k(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +115,7 @@ def test_compare_leaves_out_dense_or_top_k(tmp_path: Path, capsys: pytest.Captur
     ("arguments", "says"),
     [
         (["tune", "demo", "--experts", 10, "--speedup", 2], "exactly one target"),
-        (["tune", "demo", "--experts", 10, "--windows", 40], "24 windows are left"),
+        (["tune", "demo", "--experts", 10, "--windows", 40], "24 windows of 40 are left to confirm"),
         (["tune", "elsewhere", "--max-task-drop", 2], "needs task items"),
         (["tune", "elsewhere", "--experts", 10], "which text? --data"),
         (["tune", "demo", "--experts", 10, "--policies", "bass"], "did you mean 'base'"),

@@ -222,15 +222,18 @@ def test_impossible_target_is_taken(given: dict[str, float], says: str) -> None:
 
 def test_samples_too_few_for_the_bound_are_taken() -> None:
     loss, task = Target("loss", 0.1), Target("task", 2.0)
-    require_samples(loss, 30, [])
-    require_samples(task, 30, ["a"] * 300)
+    require_samples(loss, 30, 30, [])
+    require_samples(task, 30, 30, ["a"] * 300)
+    require_samples(Target("experts", 9), 5, 30, [])
+    with pytest.raises(ValueError, match="29 windows of 59 are left to search on"):
+        require_samples(loss, 29, 30, [])
     for target, windows, items, says in (
-        (loss, 29, 0, "29 windows are left"),
+        (loss, 29, 0, "29 windows of 59 are left to confirm"),
         (task, 30, 50, "50 items are left to confirm a choice on, a verdict needs 200"),
         (Target("task", 0.5), 30, 300, "may lose up to 1.0 points; give about 1200 items"),
     ):
         with pytest.raises(ValueError, match=says):
-            require_samples(target, windows, ["a"] * items)
+            require_samples(target, 30, windows, ["a"] * items)
     with pytest.raises(ValueError, match="must lie between 1 and 63"):
         Target("experts", 64).prepare(FACTS, 16)
 

@@ -36,6 +36,9 @@ def eval_command(
     noise: Annotated[
         bool, typer.Option(help="Run up to four batches again with other batch mates, for the noise of the batch.")
     ] = True,
+    generate: Annotated[
+        int, typer.Option(min=0, help="Also continue the windows' first 32 tokens by this many, for loops and ends.")
+    ] = 0,
     out: OutOption = Path("out"),
     device: DeviceOption = None,
     dtype: DtypeOption = None,
@@ -44,6 +47,8 @@ def eval_command(
 ) -> None:
     """Loss, agreement, task accuracy and fetched experts of policies in decode mode, on the same batches."""
     from moebudget import provenance
+    from moebudget.evaluate.generate import PROMPT, Generated, generated_table
+    from moebudget.evaluate.generate import generate as make
     from moebudget.evaluate.report import evaluate, quality_table
     from moebudget.evaluate.verdicts import verdict_table
     from moebudget.integrations.transformers import place_experts
@@ -72,13 +77,22 @@ def eval_command(
         refill=not draining,
         noise=noise,
     )
-    stamp = provenance.stamp(given.device)
-    documents_out: list[dict[str, Any]] = [{**row.as_row(given.name), **stamp} for row in rows]
+    made: list[Generated] = []
+    if generate:
+        prompts = given.windows[:, :PROMPT]
+        policies, end = [parse(row.policy) for row in rows], given.tokenizer.eos_token_id
+        made = make(loaded, policies, known, prompts, end_id=end, tokens=generate, batch=batch)
+    stamp, rates = provenance.stamp(given.device), {m.policy: m.as_fields() for m in made}
+    documents_out: list[dict[str, Any]] = [
+        {**row.as_row(given.name), **rates.get(row.policy, {}), **stamp} for row in rows
+    ]
     title = f"{given.name}, batch {batch}: {rows[0].tokens:,} tokens, {len(given.windows)} windows"
     title += f", {rows[0].items} items" if rows[0].items else ""
     console = Console(width=max(110, Console().width))
     console.print(quality_table(rows, title))
     console.print(verdict_table(rows))
+    if made:
+        console.print(generated_table(made))
     if json_file is not None:
         json_file.write_text(json.dumps(documents_out, indent=1) + "\n", encoding="utf-8")
     if results is not None:

@@ -69,8 +69,9 @@ def tune_command(
     )
     if target.kind == "task" and tasks is None and model != "demo":
         raise ValueError("--max-task-drop needs task items: --tasks items.jsonl")
+    per_task = items if target.kind == "task" else 0
     given = read_inputs(
-        model, data=data, stats=stats, tasks=tasks, demo_items=items * (target.kind == "task"), windows=windows, length=length, out=out,
+        model, data=data, stats=stats, tasks=tasks, demo_items=per_task, windows=windows, length=length, out=out,
         device=device, dtype=dtype,
     )  # fmt: skip
     target.prepare(given.facts, batch)
@@ -79,7 +80,7 @@ def tune_command(
     for policy in some:
         given.require(policy.name, policy.needs)
     search, check = split(given.windows, given.items)
-    require_samples(target, len(check.windows), [i.task for i in check.items])
+    require_samples(target, len(search.windows), len(check.windows), [i.task for i in check.items])
     output, rows = out / "tuned.json" if output is None else output, out / "tune.jsonl" if rows is None else rows
     loaded = given.load(some)
     bench = Bench(
@@ -126,4 +127,5 @@ def _table(found: Any, name: str, batch: int, searched: int, confirming: int) ->
 
 def _interval(row: dict[str, Any], field: str, digits: int) -> str:
     mean, low, high = (row[f"{field}_delta{end}"] for end in ("", "_low", "_high"))
-    return "" if mean is None else f"{mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
+    interval = "" if low is None else f" [{low:+.{digits}f}, {high:+.{digits}f}]"
+    return "" if mean is None else f"{mean:+.{digits}f}{interval}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+FEW_SAMPLES = 30  # fewer than this get no interval
 RESAMPLES = 4000
 BLOCK = 200  # resamples drawn at a time
 Z95 = 1.96
@@ -48,11 +49,13 @@ class Paired:
 
 
 def paired(differences: Tensor, added: Tensor | None = None) -> Paired:
-    """Percentile bootstrap of the mean of paired differences [n], policy against dense on each sample.
+    """Percentile bootstrap of the mean of paired differences [n], policy against dense; NaN ends below 30 samples.
 
     `added` samples take part in the resampling alone, see `paired_hits`. The draw is the same in every call.
     """
     values = differences.double().cpu()
+    if len(values) < FEW_SAMPLES:
+        return Paired(float(values.mean()), math.nan, math.nan, len(values))
     drawn = values if added is None else torch.cat([values, added.double()])
     generator = torch.Generator().manual_seed(0)
     means = [
@@ -80,11 +83,10 @@ def paired_hits(hits: Tensor, dense: Tensor, tasks: Sequence[str]) -> Paired:
     return paired(lost, torch.tensor([100.0, -100.0]))
 
 
-def verdict(gap: Paired | None, scale: Scale) -> str:
+def verdict(gap: Paired, scale: Scale) -> str:
     """The difference in words, or why there is no verdict and how many samples one needs."""
-    if gap is None or gap.n < scale.least:
-        n = "too few" if gap is None else str(gap.n)
-        return f"no verdict on {n} {scale.samples}: at least {scale.least} are needed"
+    if gap.n < scale.least:
+        return f"no verdict on {gap.n} {scale.samples}: at least {scale.least} are needed"
     digits, unit = scale.digits, scale.unit
     if gap.low > 0 or gap.high < 0:
         word = "loses" if gap.low > 0 else "gains"

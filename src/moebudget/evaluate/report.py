@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moebudget.calibrate.data import TokenizerLike, pack, tokenize
 from moebudget.evaluate.noise import task_noise, text_noise
-from moebudget.evaluate.paired import TASKS, TEXT, Z95, Paired, paired, paired_hits, verdict
+from moebudget.evaluate.paired import FEW_SAMPLES, TASKS, TEXT, Z95, Paired, paired, paired_hits, verdict
 from moebudget.evaluate.retained import retained_energy
 from moebudget.evaluate.tasks import Item, TaskResult, evaluate_tasks
 from moebudget.evaluate.text import TextResult, evaluate_text
@@ -21,8 +21,6 @@ from moebudget.integrations.families import moe_layers
 from moebudget.policy import Policy
 from moebudget.presets import dense
 from moebudget.stats import Stats
-
-FEW_ITEMS = 30  # fewer independent samples than this get no interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,7 @@ class Quality:
     task_fetched: float | None
     tokens: int
     items: int
-    loss_gap: Paired | None = None  # nll - dense_nll over the windows; None below 30 and for dense itself
+    loss_gap: Paired | None = None  # nll - dense_nll over the windows; NaN ends below 30; None for dense itself
     task_gap: Paired | None = None  # points of task_avg lost against dense, over the items
     by_quarter: tuple[float, ...] = ()  # agreement in each quarter of the window
     loss_noise: float | None = None  # band of nll under other batch compositions
@@ -84,8 +82,8 @@ class Quality:
             **_gap_fields("nll", self.loss_gap, self.loss_noise, 5),
             **_gap_fields("task", self.task_gap, self.task_noise, 3),
             "agreement_by_quarter": [round(a, 2) for a in self.by_quarter],
-            "verdict": None if self.policy == "dense" else verdict(self.loss_gap, TEXT),
-            "task_verdict": None if self.policy == "dense" or not self.items else verdict(self.task_gap, TASKS),
+            "verdict": None if self.loss_gap is None else verdict(self.loss_gap, TEXT),
+            "task_verdict": None if self.task_gap is None else verdict(self.task_gap, TASKS),
         }
 
 
@@ -93,8 +91,8 @@ def _gap_fields(name: str, gap: Paired | None, noise: float | None, digits: int)
     """The interval of a difference, its samples, and the noise band, as fields of a row."""
     return {
         f"{name}_delta": None if gap is None else round(gap.mean, digits),
-        f"{name}_delta_low": None if gap is None else round(gap.low, digits),
-        f"{name}_delta_high": None if gap is None else round(gap.high, digits),
+        f"{name}_delta_low": None if gap is None else _rounded(gap.low, digits),
+        f"{name}_delta_high": None if gap is None else _rounded(gap.high, digits),
         f"{name}_n": None if gap is None else gap.n,
         f"{name}_noise": _rounded(noise, digits),
     }
@@ -106,7 +104,7 @@ def _rounded(value: float | None, digits: int) -> float | None:
 
 def half_width(samples: Tensor) -> float:
     """Half of the 95 % interval of the mean of independent samples [n] (normal); NaN for fewer than 30."""
-    if len(samples) < FEW_ITEMS:
+    if len(samples) < FEW_SAMPLES:
         return float("nan")
     return float(Z95 * samples.double().std() / len(samples) ** 0.5)
 
@@ -194,7 +192,7 @@ def _quality(
         task_fetched=None if tasks is None else tasks.counters.fetched,
         tokens=text.tokens,
         items=0 if tasks is None else len(tasks.hits),
-        loss_gap=paired(text.nll - base.nll) if other and len(text.nll) >= FEW_ITEMS else None,
+        loss_gap=paired(text.nll - base.nll) if other else None,
         task_gap=None if tasks is None or dense is None or not other else _lost(tasks, dense),
         by_quarter=tuple(100 * float(part.mean()) for part in text.by_position.chunk(4)),
     )

@@ -22,16 +22,17 @@ def verdict_table(rows: Sequence[Quality]) -> Table:
     for name in ("measure", "loss", "noise", "verdict", "quarters"):
         table.add_column(name, no_wrap=name != "verdict")
     for r in rows:
-        if r.policy == "dense":
+        if r.loss_gap is None:
             continue
         quarters = " ".join(f"{a:.0f}" for a in r.by_quarter)
         table.add_row(r.policy, "text", *_cells(r.loss_gap, r.loss_noise, TEXT), quarters)
-        if r.items:
+        if r.task_gap is not None:
             table.add_row("", "tasks", *_cells(r.task_gap, r.task_noise, TASKS), "")
     return table
 
 
-def _cells(gap: Paired | None, noise: float | None, scale: Scale) -> tuple[str, str, str]:
+def _cells(gap: Paired, noise: float | None, scale: Scale) -> tuple[str, str, str]:
     digits = scale.digits
-    interval = "" if gap is None else f"{gap.mean:+.{digits}f} [{gap.low:+.{digits}f}, {gap.high:+.{digits}f}]"
+    interval = f"{gap.mean:+.{digits}f}"
+    interval += f" [{gap.low:+.{digits}f}, {gap.high:+.{digits}f}]" if gap.low == gap.low else ""
     return interval, "" if noise is None else f"± {noise:.{digits}f}", verdict(gap, scale)

@@ -133,9 +133,10 @@ class Search:
 
     def _say(self, row: Row) -> None:
         kind = "task" if self.target.kind == "task" else "loss"
-        end = upper(row, kind)
         unit = "points lost" if kind == "task" else "loss above dense"
-        self.say(f"  {row['policy']}: {row['fetched']:.1f} experts, {unit} at most {end:.3f} at 95 %")
+        mean, end = row["task_delta" if kind == "task" else "nll_delta"], upper(row, kind)
+        most = f", at most {end:.3f} at 95 %" if end < math.inf else ""
+        self.say(f"  {row['policy']}: {row['fetched']:.1f} experts, {unit} {mean:.3f}{most}")
 
 
 def _between(low: int, high: int, ends: dict[int, float], bound: float) -> int:

@@ -125,12 +125,18 @@ def read_target(*, timing: Path | None = None, **given: float | None) -> Target:
     return Target(kind, bound, timing)
 
 
-def require_samples(target: Target, windows: int, tasks: Sequence[str]) -> None:
-    """Raise ValueError if samples of this number (those that confirm the choice) can never prove the bound."""
-    if windows < TEXT.least:
+def require_samples(target: Target, search: int, windows: int, tasks: Sequence[str]) -> None:
+    """Raise ValueError if samples of these numbers can never prove the bound.
+
+    search: windows of the search, whose intervals count where quality is asked for; windows, tasks (of the items):
+    those that confirm the choice.
+    """
+    few = min(search, windows) if target.kind in BY_QUALITY else windows
+    if few < TEXT.least:
+        part = "search" if few == search else "confirm a choice"
         raise ValueError(
-            f"{windows} windows are left to confirm a choice on, a verdict needs {TEXT.least}: give a longer text "
-            "(--data), more --windows, or a shorter --length"
+            f"{few} windows of {search + windows} are left to {part} on, a verdict needs {TEXT.least}: give a longer "
+            "text (--data), more --windows, or a shorter --length"
         )
     if target.kind != "task":
         return
