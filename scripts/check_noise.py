@@ -57,8 +57,8 @@ def main() -> None:
     spread = [Z95 * torch.tensor(values, dtype=torch.float64).std(0) for values in (losses, averages)]
     rows = [
         {
-            "bench": "noise", "model": NAME, "policy": p.name, "B": BATCH, "windows": len(windows), "items": len(items),
-            "orders": a.orders, "nll_noise": text_bands[i], "nll_spread": float(spread[0][i]),
+            "bench": "noise", "model": NAME, "policy": p.name, "B": BATCH, "windows": len(windows),
+            "items": len(items), "orders": a.orders, "nll_noise": text_bands[i], "nll_spread": float(spread[0][i]),
             "task_noise": task_bands[i], "task_spread": float(spread[1][i]), **provenance.stamp(device),
         }
         for i, p in enumerate(policies)

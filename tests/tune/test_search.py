@@ -17,7 +17,7 @@ from moebudget.evaluate.report import Quality
 from moebudget.policy import Policy
 from moebudget.stats import ModelFacts
 from moebudget.tune.ledger import Ledger, hash_items, hash_windows, setting
-from moebudget.tune.search import Search, confirm, families_of
+from moebudget.tune.search import Search, confirm, defaults, families_of
 from moebudget.tune.target import Target, read_target, require_samples
 
 FACTS = ModelFacts("qwen3_moe", tuple(range(6)), 64, 8, 16, "")
@@ -75,6 +75,14 @@ def test_search_misses_the_smallest_budget_or_tries_them_all(bound: float, order
     assert "fill=half" in found[0][2]["policy"] or falling("base", best_by_trying(bound)) + 0.01 <= bound
     assert len(asked) <= 14
     assert len(asked) == len(set(asked))
+
+
+def test_family_that_cannot_win_is_searched_to_the_end(tmp_path: Path) -> None:
+    """oea:k0=4 meets the bound with too many experts, k0=2 fails it and still fetches more than base needs."""
+    ledger, asked = ledger_of(tmp_path / "rows.jsonl")
+    found = Search(families_of(["base:fill=half", "oea"], FACTS), ledger, Target("loss", 0.1), print).by_quality()
+    assert [f[2]["policy"] for f in found] == ["base:budget=13,fill=half"]
+    assert [a for a in asked if a.startswith("oea")] == ["oea:k0=4", "oea:k0=2"]
 
 
 def test_bound_below_every_loss_has_an_operating_point(tmp_path: Path) -> None:
@@ -236,6 +244,13 @@ def test_samples_too_few_for_the_bound_are_taken() -> None:
             require_samples(target, 30, windows, ["a"] * items)
     with pytest.raises(ValueError, match="must lie between 1 and 63"):
         Target("experts", 64).prepare(FACTS, 16)
+
+
+def test_default_that_the_statistics_do_not_hold_is_searched() -> None:
+    predictor = ["predictor_weight", "predictor_bias"]
+    assert defaults([], FACTS) == ["squared", "oea"]
+    assert defaults(predictor, FACTS) == ["base:fill=half", "base", "oea"]
+    assert defaults([*predictor, "layer_budget"], FACTS) == ["base:fill=half", "base", "spread", "oea"]
 
 
 @pytest.mark.parametrize(

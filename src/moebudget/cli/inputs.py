@@ -55,14 +55,21 @@ class Inputs:
 
     def require(self, policy: str, needs: Iterable[str]) -> None:
         """Raise MissingStatisticError for what a policy reads and neither the statistics nor `load` will hold."""
-        from moebudget.calibrate.run import DEFAULT_NEEDS
         from moebudget.stats import require_stats
 
         needs = frozenset(needs)
         if self.stats is not None:
             self.stats.check(self.stats.facts, needs)
-        elif not (self.is_demo and needs <= DEFAULT_NEEDS):
+        elif not needs <= self.held:
             require_stats(policy, needs, None)
+
+    @property
+    def held(self) -> frozenset[str]:
+        """The tensors that the statistics hold, or will hold once `load` has calibrated the demo."""
+        from moebudget.calibrate.run import DEFAULT_NEEDS
+
+        calibrated = DEFAULT_NEEDS if self.is_demo else frozenset[str]()
+        return calibrated if self.stats is None else frozenset(self.stats.tensors)
 
     def load(self, policies: Iterable[Policy]) -> nn.Module:
         """The model; for `demo`, calibrates the statistics if a policy needs them and there are none."""

@@ -75,7 +75,7 @@ def tune_command(
         device=device, dtype=dtype,
     )  # fmt: skip
     target.prepare(given.facts, batch)
-    spelled = split_many(policies) if policies else defaults(given.stats, given.is_demo)
+    spelled = split_many(policies) if policies else defaults(given.held, given.facts)
     some = [f.policy(f.high) for f in families_of(spelled, given.facts)]
     for policy in some:
         given.require(policy.name, policy.needs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,11 @@ from moebudget.evaluate.families import caps, family
 from moebudget.evaluate.match import Family
 from moebudget.policy import Policy
 from moebudget.presets import parse
-from moebudget.stats import ModelFacts, Stats
+from moebudget.stats import ModelFacts
 from moebudget.tune.ledger import Ledger, Row
 from moebudget.tune.target import BY_QUALITY, Target, upper
 
+DEFAULTS = ("base:fill=half", "base", "spread")
 CONFIRMATIONS = 3  # settings that are tried on the other half of the samples
 GUESSES = 5  # evaluations of a family after which the bracket is halved
 SLACK = 1.02  # of fetched experts on other text, for rules whose count depends on it
@@ -31,12 +32,10 @@ class Answer:
     tried: int = 0
 
 
-def defaults(stats: Stats | None, demo: bool = False) -> list[str]:
-    """Policies that are searched when none are named: what the statistics allow."""
-    if stats is None and not demo:
-        return ["squared", "oea"]
-    allocated = stats is not None and "layer_budget" in stats.tensors
-    return ["base:fill=half", "base", *(["spread"] if allocated else []), "oea"]
+def defaults(held: Collection[str], facts: ModelFacts) -> list[str]:
+    """Policies that are searched when none are named: those whose statistics are among `held`."""
+    found = [text for text in DEFAULTS for f in families_of([text], facts) if f.policy(f.high).needs <= set(held)]
+    return [*(found or ["squared"]), "oea"]
 
 
 def families_of(texts: Sequence[str], facts: ModelFacts) -> list[Family]:
@@ -125,8 +124,10 @@ class Search:
             within = ends[value] <= self.target.bound
             if within and row["fetched"] < most:
                 best = (one, value, row)
-            if within or row["fetched"] >= most:
+            if within:
                 high = value
+            elif row["fetched"] >= most:
+                break  # whatever fetches less loses more
             else:
                 low = value
         return best
