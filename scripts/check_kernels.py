@@ -92,6 +92,7 @@ def check(case: tuple[int, tuple[int, int, int, int], str, str], turns: int) -> 
         }
     )
     router = FusedRouter(policy, spec, stats, hidden=d, max_rows=t, device="cuda")
+    given = FusedRouter(policy, spec, stats, hidden=d, max_rows=t, device="cuda", count=False)
     other, tied, worst, counts = 0, 0, 0.0, torch.zeros(10, dtype=torch.float64, device="cuda")
     for turn in range(turns):
         hidden, logits, live, bias = make(spec, t, d, turn, spec.scoring == "sigmoid", dtype)
@@ -99,12 +100,15 @@ def check(case: tuple[int, tuple[int, int, int, int], str, str], turns: int) -> 
         wanted = policy(batch, stats)
         found = router(hidden, logits, live, bias, poisoned(t, k))
         counts += count_step(batch, wanted)
+        routes = Routing(batch.ids.int(), batch.weights)
+        again = given(hidden, logits, live, bias, poisoned(t, k), routes)
         assert torch.equal(found.weights.isnan(), wanted.weights.isnan())
-        if not torch.equal(found.ids, wanted.ids):
+        if not torch.equal(found.ids, wanted.ids) or not torch.equal(again.ids, wanted.ids):
             other, tied = other + 1, tied + ties(policy, batch, stats)
             continue
-        gap = (found.weights - wanted.weights).abs() / wanted.weights.abs().clamp_min(1e-6)
-        worst = max(worst, float(gap.nan_to_num().max()))
+        for weights in (found.weights, again.weights):
+            gap = (weights - wanted.weights).abs() / wanted.weights.abs().clamp_min(1e-6)
+            worst = max(worst, float(gap.nan_to_num().max()))
     if not other:
         torch.testing.assert_close(router.totals, counts, rtol=1e-5, atol=1e-5)
     return {"steps": turns, "other": other, "tied": tied, "worst": worst}

@@ -178,18 +178,19 @@ def routing_table(rows: list[Row]) -> str:
     last = {(r["model"], r["policy"], r["T"]): r for r in rows if r["bench"] == "routing"}
     cells = []
     for r in last.values():
-        times = [r[f"us_{name}"] for name in ("native", "total", "added", "torch", "compiled", "floor")]
+        times = [r.get(f"us_{name}") for name in ("native", "total", "added", "routed", "torch", "compiled", "floor")]
         shape = [str(r[key]) for key in ("N", "K", "d", "T")]
         cells.append([r["model"], f"`{r['policy']}`", *shape, *("" if t is None else f"{t:.1f}" for t in times)])
-    heads = ["model", "policy", "N", "K", "d", "T", "native router", "fused, all", "added", "torch form"]
-    heads += ["torch.compile", "floor"]
+    heads = ["model", "policy", "N", "K", "d", "T", "native router", "fused, all", "added", "given routes"]
+    heads += ["torch form", "torch.compile", "floor"]
     check = [r for r in rows if r["bench"] == "routing_check"][-1]
     first = next(iter(last.values()))
     return "\n\n".join(
         [
             f"Microseconds a layer on one {first['gpu']}, 48 layers with inputs and statistics of their own in one "
             "CUDA graph. The native router is our own kernel without a policy; *added* is what the policy costs on "
-            "top. The floor is an empty kernel plus the bytes that must move.",
+            "top; *given routes* is the policy alone, after a router that stays as it is, as in vLLM. The floor is an "
+            "empty kernel plus the bytes that must move.",
             table(heads, cells, left=2),
             f"Check on the GPU: {check['steps']:,} steps of {check['cases']} of {check['all_cases']} cases (shapes, "
             f"router kinds, policies), {check['steps_with_other_ids']} with other ids than the torch form, in "

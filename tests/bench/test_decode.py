@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from moebudget.bench import decode
-from moebudget.bench.decode import Plan, Timing, fit, random_stats, rows_of, run_decode
-from moebudget.bench.sizes import SIZES, moe_facts
+from moebudget.bench.decode import Plan, Timing, fit, rows_of, run_decode
+from moebudget.bench.sizes import SIZES, moe_facts, random_stats
 from moebudget.integrations.loading import MissingExtraError
 from moebudget.presets import parse
 

@@ -16,7 +16,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from moebudget.kernels import native, route
+from moebudget.kernels import native, route, score
 
 POINTERS = {
     "logits": "*bf16", "hidden": "*bf16", "bias": "*fp32", "live": "*i8", "budget": "*i32", "slope": "*fp32",
@@ -25,7 +25,7 @@ POINTERS = {
     "counters": "*fp64",
 }
 for settings in json.loads(sys.argv[1]):
-    for kernel in (route.score_rows, route.route_rows, native.native_rows):
+    for kernel in (score.score_rows, route.route_rows, native.native_rows):
         known = {k: v for k, v in settings.items() if k in kernel.arg_names}
         signature = {a: "constexpr" if a in known else POINTERS.get(a, "i32") for a in kernel.arg_names}
         constants = {(kernel.arg_names.index(k),): v for k, v in known.items()}
@@ -37,7 +37,7 @@ print("compiled")
 SETTINGS = {
     "NP": 64, "K": 4, "ROWS": 16, "CHUNK": 0, "D": 512, "SPLIT": 4, "BLOCK": 512, "SIGMOID": False, "HAS_BIAS": False,
     "RENORMALIZE": True, "SCALE": 1.0, "GROUPS": 1, "OPEN": 1, "TOP2": False, "GP": 2, "RULE": 0, "K0": 1,
-    "HAS_BUDGET": True, "ADDITIVE": True, "DROP": False, "EXECUTED": False, "ROUTED": True, "COUNT": True, "PDL": True,
+    "CAPS": True, "ADDITIVE": True, "DROP": False, "EXECUTED": False, "ROUTED": True, "COUNT": True, "PDL": True,
 }  # fmt: skip
 GROUPED = {"SIGMOID": True, "HAS_BIAS": True, "GROUPS": 4, "OPEN": 2, "TOP2": True, "GP": 4, "SCALE": 2.5}
 
@@ -48,8 +48,8 @@ GROUPED = {"SIGMOID": True, "HAS_BIAS": True, "GROUPS": 4, "OPEN": 2, "TOP2": Tr
         {},
         {**GROUPED, "CHUNK": 32, "ROUTED": False, "DROP": True},
         {"RULE": 1, "SPLIT": 1, "EXECUTED": True, "PDL": False},
-        {"RULE": 4, "SPLIT": 1, "HAS_BUDGET": False, "RENORMALIZE": False},
-        {"RULE": 5, "SPLIT": 1, "ADDITIVE": False},
+        {"RULE": 4, "SPLIT": 1, "CAPS": False, "RENORMALIZE": False},
+        {"RULE": 5, "SPLIT": 1, "ADDITIVE": False, "CAPS": False},
     ],
     ids=lambda changes: "-".join(itertools.islice(changes, 2)) or "base",
 )

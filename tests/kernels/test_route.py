@@ -29,7 +29,8 @@ CASES = [
     ("softmax_renorm", (5, 60, 8), "base:budget=10,fill=drop"),
     ("softmax", (5, 60, 4), "static:budget=6"),
     ("sigmoid_bias", (4, 12, 1), "router_mass:budget=2"),
-    ("groups_top2", (4, 12, 2), "base:budget=100"),
+    *((kind, (4, 12, 2), "base:budget=100") for kind in KINDS),
+    ("softmax_renorm", (35, 16, 2), "squared:budget=16"),
     ("groups_max", (4, 12, 4), "base:budget=2,fill=drop"),
     ("softmax_renorm", (5, 16, 4), "oea:k0=1"),
     ("sigmoid_bias", (5, 16, 4), "oea:k0=2,fill=original"),
@@ -112,7 +113,9 @@ def test_largest_sizes_differ_from_the_torch_form(kind: str, shape: tuple[int, i
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("text", ["base:budget=4", "squared:budget=3,fill=executed", "base:budget=3,fill=drop"])
+@pytest.mark.parametrize(
+    "text", ["base:budget=4", "squared:budget=3,fill=executed", "base:budget=3,fill=drop", "base:budget=16"]
+)
 def test_row_that_keeps_its_routes_is_changed_or_votes(kind: str, text: str) -> None:
     problem = garbage(make_problem(kind, 5, 16, 4))
     state = torch.tensor([1, 0, 1, 2, 1], dtype=torch.int8)
@@ -128,7 +131,9 @@ def test_row_that_keeps_its_routes_is_changed_or_votes(kind: str, text: str) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("text", ["base:budget=8", "squared:budget=5,fill=executed", "oea:k0=1", "xshare:k0=1,m=3"])
+@pytest.mark.parametrize(
+    "text", ["base:budget=8", "squared:budget=5,fill=executed", "base:budget=16", "oea:k0=1", "xshare:k0=1,m=3"]
+)
 def test_given_routes_are_recomputed(kind: str, text: str) -> None:
     """Logits tie, the given ids break ties to the higher index, come in another order and type, and are not in choice
     order; the given weights are marked, so that a recomputed one shows.
@@ -195,8 +200,9 @@ def test_second_step_sees_what_the_first_left_behind() -> None:
     second = make_problem("softmax_renorm", 3, 16, 4, seed=5)
     second = dataclasses.replace(second, stats=first.stats)
     check(router, second, policy)
-    router.set_budget(2)
-    check(router, second, parse("base:budget=2"))
+    for budget in (2, 99, 2):  # 99 leaves nothing out, which is another path
+        router.set_budget(budget)
+        check(router, second, parse(f"base:budget={budget}"))
     again = dataclasses.replace(first, live=torch.zeros(17, dtype=torch.bool))
     assert (run(router, again).weights[torch.arange(17) != 2].nan_to_num() == 0).all()
     check(router, first, parse("base:budget=2"))

@@ -13,9 +13,9 @@ import logging
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,12 @@ import numpy as np
 import torch
 
 from moebudget import provenance
-from moebudget.bench.sizes import SIZES, UNIONS, moe_facts
+from moebudget.bench.sizes import SIZES, UNIONS, moe_facts, random_stats
 from moebudget.integrations.loading import MissingExtraError
 from moebudget.presets import parse
-from moebudget.stats import Stats
 
 BUDGETS, BATCHES = (16, 10, 24, 32, 48, 64), (16,)
+START = 900  # seconds that engines started side by side wait for the last of them
 log = logging.getLogger("vllm.moebudget")  # vLLM's handlers print it
 
 
@@ -62,7 +62,24 @@ class Timing:
     layers: int = 0
 
 
-def decode(plan: Plan, policy: str | None, stats: str | None, budgets: Sequence[int]) -> list[Timing]:
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Engines that start side by side wait for each other and are timed one after another."""
+
+    started: Any  # a manager's Barrier for all of them
+    timing: Any  # a manager's Lock
+
+    def __enter__(self) -> None:
+        self.started.wait(START)
+        self.timing.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.timing.release()
+
+
+def decode(
+    plan: Plan, policy: str | None, stats: str | None, budgets: Sequence[int], turn: Turn | None = None
+) -> list[Timing]:
     """Start one engine and time the first batch size at every budget, others at the first three (the largest one, so
     the dense model, and two more). Without a policy the plugin stays out.
     """
@@ -72,17 +89,10 @@ def decode(plan: Plan, policy: str | None, stats: str | None, budgets: Sequence[
     if policy is not None:
         extra = {"moebudget": {"policy": policy, **({} if stats is None else {"stats": stats})}}
     llm = LLM(
-        model=plan.model,
-        load_format="dummy" if plan.random else "auto",
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        max_model_len=plan.prompt + plan.tokens + 16,
-        max_num_seqs=max(plan.batches),
-        enable_prefix_caching=False,
-        additional_config=extra,
-        seed=0,
-        **dict(plan.engine),
-    )
+        model=plan.model, load_format="dummy" if plan.random else "auto", skip_tokenizer_init=True, dtype="bfloat16",
+        max_model_len=plan.prompt + plan.tokens + 16, max_num_seqs=max(plan.batches), enable_prefix_caching=False,
+        additional_config=extra, seed=0, **dict(plan.engine),
+    )  # fmt: skip
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
 
     def generate(batch: int, tokens: int) -> float:
@@ -94,8 +104,7 @@ def decode(plan: Plan, policy: str | None, stats: str | None, budgets: Sequence[
         llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - start
 
-    found = []
-    try:
+    def times() -> Iterator[Timing]:
         for batch in plan.batches:
             generate(batch, 8)
             for budget in (budgets if batch == plan.batches[0] else budgets[:3]) or (None,):
@@ -107,11 +116,15 @@ def decode(plan: Plan, policy: str | None, stats: str | None, budgets: Sequence[
                 whole = min(generate(batch, 1 + plan.tokens) for _ in range(plan.repeats))
                 after = None if budget is None else llm.collective_rpc("moebudget_state")[0]
                 tpot, speed = 1e3 * (whole - first) / plan.tokens, batch * (1 + plan.tokens) / whole
-                found.append(Timing(batch, budget, tpot, speed, **_counts(before, after)))
-                log.info("%s", found[-1])
+                timing = Timing(batch, budget, tpot, speed, **_counts(before, after))
+                log.info("%s", timing)
+                yield timing
+
+    try:
+        with nullcontext() if turn is None else turn:
+            return list(times())
     finally:
         llm.llm_engine.engine_core.shutdown()  # or this process waits for the engine's forever
-    return found
 
 
 def _counts(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any]:
@@ -169,10 +182,15 @@ def rows_of(
         }  # fmt: skip
 
 
-def _apart(task: Callable[..., list[Timing]], *arguments: Any) -> list[Timing]:
-    """Run in a process of its own, so that the GPU's memory is free again afterwards."""
+def _apart(arguments: tuple[Any, ...]) -> list[Timing]:
+    """`decode` in a process of its own, so that the GPU's memory is free again afterwards."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(task, *arguments).result()
+        try:
+            return pool.submit(decode, *arguments).result()
+        except BaseException:
+            if arguments[-1] is not None:
+                arguments[-1].started.abort()  # the others wait for it
+            raise
 
 
 @contextmanager
@@ -194,21 +212,6 @@ def _model(name: str, policy: str, stats: str | None) -> Iterator[tuple[str, boo
             yield name, False, stats
 
 
-def random_stats(config: dict[str, Any], needs: frozenset[str]) -> Stats:
-    """Statistics of the right shapes for a model with random weights: they say nothing, and cost what real ones do."""
-    facts, g = moe_facts(config), torch.Generator().manual_seed(0)
-    shape = (len(facts.layers), facts.experts)
-    made = {
-        "predictor_weight": torch.randn(*shape, facts.hidden, generator=g),
-        "predictor_bias": torch.zeros(shape),
-        "energy_mean": torch.ones(shape),
-    }
-    missing = needs - made.keys()
-    if missing:
-        raise ValueError(f"random statistics have no {', '.join(sorted(missing))}; give a file with --stats")
-    return Stats(facts, {name: made[name] for name in sorted(needs)}, {"model": "random"})
-
-
 def run_decode(
     name: str,
     policy: str = "base:budget=16",
@@ -220,12 +223,14 @@ def run_decode(
     stats: str | None = None,
     union: float | None = None,
     off: bool = True,
+    turn: Turn | None = None,
     **engine: Any,
 ) -> list[dict[str, Any]]:
     """Time a model of `sizes.SIZES` with random weights, or a checkpoint folder. Returns the rows.
 
     The number of experts is added to the budgets: that is the dense model. `off` starts another engine first, without
-    the plugin. `union` belongs to the first batch size. Raises ValueError for a policy without a budget or a number
+    the plugin; with `turn` both at once, which needs memory for both and `kv_cache_memory_bytes` among the arguments
+    of the engine. `union` belongs to the first batch size. Raises ValueError for a policy without a budget or a number
     below 1, FileNotFoundError for a folder that is none, MissingExtraError without vLLM.
     """
     rule = parse(policy)
@@ -243,8 +248,10 @@ def run_decode(
         plan = Plan(folder, random, tuple(batches), prompt, tokens, engine=tuple(engine.items()))
         experts = moe_facts(config).experts
         every = [experts, *(budget for budget in dict.fromkeys(budgets) if budget != experts)]
-        without = _apart(decode, plan, None, None, ()) if off else []
-        found = _apart(decode, plan, policy, file, every)
+        engines = [(plan, None, None, (), turn)] if off else []
+        with ThreadPoolExecutor(1 if turn is None else 2) as threads:
+            timed = list(threads.map(_apart, [*engines, (plan, policy, file, every, turn)]))
+        found, without = timed[-1], timed[0] if off else []
     rows = rows_of(plan, Path(name).name, policy, found, without, union)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     stamp = {"gpu": provenance.device_name(device), **provenance.stamp(device)}

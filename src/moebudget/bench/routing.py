@@ -122,9 +122,10 @@ def measure(
 ) -> dict[str, Any]:
     """One row: microseconds a layer of the native router, the fused policy, the torch form, and the floor.
 
-    `us_added` is the fused policy, native routing included, minus the native router's own kernel. The floor is the
-    time of an empty kernel plus the bytes of logits, hidden states, routed predictor rows and outputs at the measured
-    copy bandwidth. Raises AssertionError if the kernel's ids are not those of the torch form.
+    `us_added` is the fused policy, native routing included, minus the native router's own kernel; `us_routed` the
+    policy alone, after a router whose routes it is given, as in vLLM. The floor is the time of an empty kernel plus
+    the bytes of logits, hidden states, routed predictor rows and outputs at the measured copy bandwidth. Raises
+    AssertionError if the kernel's ids are not those of the torch form.
     """
     from moebudget.kernels.native import native_rows
 
@@ -148,6 +149,11 @@ def measure(
     each = list(zip(inputs, outs, fused, strict=True))
     us_native = graph_us([partial(native, x, o, f) for x, o, f in each])
     us_total = graph_us([partial(f, x.hidden, x.logits, x.live, x.bias, o) for x, o, f in each])
+    batches = [spec(x.hidden, x.logits, bias=x.bias) for x in inputs]
+    own = [Routing(b.ids.int(), b.weights) for b in batches]
+    us_routed = graph_us(
+        [partial(f, x.hidden, x.logits, x.live, x.bias, o, r) for (x, o, f), r in zip(each, own, strict=True)]
+    )
     few = inputs[: max(1, layers // 6)]
     us_torch = graph_us([partial(torch_form, shape, policy, x) for x in few])
     us_compiled = None
@@ -161,7 +167,8 @@ def measure(
         "bench": "routing", "policy": policy.name, "model": shape.model, "T": rows, "N": spec.num_experts,
         "K": spec.top_k, "d": shape.hidden, "M": budget,
         "us_native": round(us_native, 3), "us_total": round(us_total, 3), "us_added": round(us_total - us_native, 3),
-        "us_torch": round(us_torch, 3), "us_compiled": None if us_compiled is None else round(us_compiled, 3),
+        "us_routed": round(us_routed, 3), "us_torch": round(us_torch, 3),
+        "us_compiled": None if us_compiled is None else round(us_compiled, 3),
         "us_torch_native": round(graph_us([partial(torch_native, x) for x in few]), 3),
         "us_floor": round(us_empty + moved_bytes(shape, policy, rows) / bandwidth(device) * 1e6, 3),
         "us_empty": round(us_empty, 3), "pdl": fused[0].pdl,

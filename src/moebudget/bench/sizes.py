@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from moebudget.stats import ModelFacts
+import torch
+
+from moebudget.stats import ModelFacts, Stats
 
 SIZES: dict[str, dict[str, Any]] = {
     # https://huggingface.co/Qwen/Qwen3-30B-A3B
@@ -53,3 +55,18 @@ def moe_facts(config: dict[str, Any]) -> ModelFacts:
     dense = set(config.get("mlp_only_layers") or ())
     layers = tuple(i for i in range(first, last) if i not in dense)
     return ModelFacts(config["model_type"], layers, experts, config["num_experts_per_tok"], config["hidden_size"], "")
+
+
+def random_stats(config: dict[str, Any], needs: frozenset[str]) -> Stats:
+    """Statistics of the right shapes for a model with random weights: they say nothing, and cost what real ones do."""
+    facts, g = moe_facts(config), torch.Generator().manual_seed(0)
+    shape = (len(facts.layers), facts.experts)
+    made = {
+        "predictor_weight": torch.randn(*shape, facts.hidden, generator=g),
+        "predictor_bias": torch.zeros(shape),
+        "energy_mean": torch.ones(shape),
+    }
+    missing = needs - made.keys()
+    if missing:
+        raise ValueError(f"random statistics have no {', '.join(sorted(missing))}; give a file with --stats")
+    return Stats(facts, {name: made[name] for name in sorted(needs)}, {"model": "random"})

@@ -72,13 +72,13 @@ def lower(policy: Policy, spec: RouterSpec | None = None) -> Lowered:
     raise NotFusedError(f"{policy}: no kernel for the selection {select} by {type(score).__name__}")
 
 
-def _route() -> ModuleType:
-    """The kernels; ImportError that names the extra without Triton."""
+def _kernels() -> tuple[ModuleType, ModuleType]:
+    """The modules of both launches; ImportError that names the extra without Triton."""
     try:
-        from moebudget.kernels import route
+        from moebudget.kernels import route, score
     except ImportError as error:
         raise ImportError("the fused kernels need Triton: pip install 'moebudget[kernels]'") from error
-    return route
+    return score, route
 
 
 def _power(n: int) -> int:
@@ -115,7 +115,8 @@ class FusedRouter:
     ) -> None:
         self.policy, self.spec, self.hidden, self.max_rows = policy, spec, hidden, max_rows
         plan = lower(policy, spec)
-        self.kernels = _route()
+        first, second = _kernels()
+        self.score_rows, self.route_rows = first.score_rows, second.route_rows
         n, k = spec.num_experts, spec.top_k
         padded = max(16, _power(n))
         self.stats = LayerStats({name: stats[name].to(device).contiguous() for name in sorted(policy.needs)})
@@ -131,7 +132,7 @@ class FusedRouter:
         self.kinds = make(max_rows, dtype=torch.int8)
         self.partial = make(-(-max_rows // CHUNK), padded, dtype=torch.float64)
         self.arrivals = make(-(-max_rows // CHUNK), dtype=torch.int32)
-        self.counters = make(max_rows, self.kernels.FIELDS.value, dtype=torch.float64)
+        self.counters = make(max_rows, second.FIELDS.value, dtype=torch.float64)
         self.everyone = torch.ones(max_rows, dtype=torch.int8, device=device)
         cuda = torch.device(device).type == "cuda"
         self.pdl = cuda and torch.cuda.get_device_capability(device)[0] >= 9 if pdl is None else pdl
@@ -140,12 +141,12 @@ class FusedRouter:
             "RENORMALIZE": spec.renormalize, "SCALE": spec.scale, "GROUPS": spec.groups, "OPEN": spec.open_groups,
             "TOP2": spec.group_score == "top2", "GP": max(2, _power(spec.groups)),
         }  # fmt: skip
-        self.rule = {"RULE": getattr(self.kernels, plan.rule).value, "K0": min(plan.k0, NO_LIMIT)}
-        self.split = k if plan.rule == "BASE" else 1
-        self.filling = {
-            "HAS_BUDGET": plan.has_budget, "DROP": plan.drop, "EXECUTED": plan.executed,
-            "ADDITIVE": plan.additive, "COUNT": count,
+        self.rule = {
+            "RULE": getattr(first, plan.rule).value, "K0": min(plan.k0, NO_LIMIT), "COUNT": count,
+            "CAPS": plan.has_budget and plan.rule != "GATE",
         }  # fmt: skip
+        self.split = k if plan.rule == "BASE" else 1
+        self.filling = {"DROP": plan.drop, "EXECUTED": plan.executed, "ADDITIVE": plan.additive}
         self.warps = 1 if padded <= 128 else 2  # of one row: reductions across warps cost more than they save
 
     @property
@@ -154,7 +155,7 @@ class FusedRouter:
         return self.counters.sum(0)[: len(FIELDS)]
 
     def set_budget(self, budget: int) -> None:
-        """Change the budget from the next call or replay on."""
+        """Change the budget from the next call or replay on; in the stream of the calls, so that no step sees both."""
         self.budget.fill_(self.policy.checked_budget(budget))
 
     def __call__(
@@ -190,14 +191,15 @@ class FusedRouter:
         shared: dict[str, Any] = {"HAS_BIAS": bias is not None, "ROUTED": routes is not None, "CHUNK": chunk}
         shared |= {"PDL": self.pdl, **self.router, **self.rule}
         bias = logits if bias is None else bias  # a pointer that is not read
-        self.kernels.score_rows[(rows, self.split)](
+        self.score_rows[(rows, self.split)](
             logits, hidden, bias, live, slope, tensors.get("predictor_bias", self.score),
             tensors.get("energy_mean", self.score), self.budget, self.score, self.places, self.kinds, self.partial,
-            self.arrivals, own.ids, own.weights, logits.stride(0), hidden.stride(0), slope.stride(0), rows, n,
+            self.arrivals, own.ids, own.weights, out.ids, out.weights, self.counters, logits.stride(0),
+            hidden.stride(0), slope.stride(0), rows, n,
             D=self.hidden, BLOCK=_block(self.hidden), SPLIT=self.split, num_warps=self.warps, **shared,
         )  # fmt: skip
         dependent = {"launch_pdl": True} if self.pdl else {}
-        self.kernels.route_rows[(rows,)](
+        self.route_rows[(rows,)](
             logits, bias, self.budget, self.score, self.places, self.kinds, self.partial, self.arrivals, self.runs,
             own.ids, own.weights, out.ids, out.weights, self.counters, logits.stride(0), rows, n,
             ROWS=max(2, _power(-(-rows // chunk) if chunk else rows)), num_warps=self.warps,

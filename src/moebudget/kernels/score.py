@@ -1,0 +1,122 @@
+"""The first launch of a fused policy: every row's routes and what leaving one out would cost."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moebudget.kernels.batch import BROKEN, PADDING, VOTES, add_rows
+from moebudget.kernels.rows import TINY, mass_of, ordered, places_of, row_scores, slots_of, top_slots
+from moebudget.kernels.unlimited import leave_row
+
+# Score rules that are fused.
+BASE: tl.constexpr = tl.constexpr(0)
+SQUARED: tl.constexpr = tl.constexpr(1)
+STATIC: tl.constexpr = tl.constexpr(2)
+MASS: tl.constexpr = tl.constexpr(3)
+RANK: tl.constexpr = tl.constexpr(4)
+GATE: tl.constexpr = tl.constexpr(5)  # of every expert, routed to or not
+
+
+@triton.jit
+def score_rows(
+    logits, hidden, bias, live, slope, offset, energy, budget,
+    score, places, kinds, partial, arrivals, own_ids, own_weights, ids, weights, counters,
+    logits_stride, hidden_stride, slope_stride, T, N,
+    D: tl.constexpr, NP: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr,
+    GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr, GP: tl.constexpr,
+    RULE: tl.constexpr, K0: tl.constexpr, CAPS: tl.constexpr, CHUNK: tl.constexpr, ROUTED: tl.constexpr,
+    COUNT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (t, s): score [t, :] float32 of row t, -1 where it has none, and what kind of row it is.
+
+    With SPLIT > 1 (BASE) every program of a row finds its routes by itself and predicts the energy of each SPLIT-th.
+    ROUTED: routes and weights are the given own_ids and own_weights [t, K] instead.
+    CHUNK > 0: the last program of every CHUNK rows adds them up: partial [t // CHUNK, :] float64, -1 where none has a
+    score. GATE: places [t, :] int8 of the row's routes, K elsewhere. CAPS: a budget of N or more leaves nothing out.
+    """
+    row, part = tl.program_id(0), tl.program_id(1)
+    if CAPS:
+        if tl.load(budget) >= N:
+            if PDL:
+                tl.extra.cuda.gdc_launch_dependents()
+            if part == 0:
+                leave_row(
+                    logits, hidden, bias, live, score, kinds, own_ids, own_weights, ids, weights, counters,
+                    logits_stride, hidden_stride, N, D, NP, K, BLOCK, SIGMOID, HAS_BIAS, RENORMALIZE, SCALE,
+                    GROUPS, OPEN, TOP2, GP, ROUTED, COUNT,
+                )  # fmt: skip
+            return
+    probs, choice, biased, finite = row_scores(
+        logits + row * logits_stride, bias, N, NP, SIGMOID, HAS_BIAS, GROUPS, OPEN, TOP2, GP
+    )
+    kind = tl.load(live + row).to(tl.int32)
+    opened = choice > -float("inf")
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    expert, column = tl.arange(0, NP), tl.arange(0, BLOCK)
+    if ROUTED:
+        place = slots_of(own_ids + row * K, NP, K)
+        weight = tl.load(own_weights + row * K + place, mask=place < K, other=0.0)
+        if (RULE == RANK) | (RULE == GATE):  # here the order matters, and the given one may be any
+            opened = opened | (place < K)
+            place = places_of(ordered(biased), place, K)
+    else:
+        place = top_slots(ordered(choice), opened, NP, K)
+        weight = probs * SCALE
+        if RENORMALIZE:
+            weight = probs / mass_of(probs, place < K) * SCALE
+    route = place < K
+    nonzero = tl.zeros([BLOCK], tl.float32)  # x * 0 is NaN where x is not finite
+    if RULE == BASE:
+        for turn in tl.static_range(0, (K + SPLIT - 1) // SPLIT):
+            mine = part + turn * SPLIT
+            if ROUTED:  # padding may hold -1
+                chosen = tl.maximum(tl.load(own_ids + row * K + mine, mask=mine < K, other=0), 0)
+            else:
+                chosen = tl.sum(tl.where(place == mine, expert, 0), 0)
+            dot = tl.zeros([BLOCK], tl.float32)
+            square = tl.zeros([BLOCK], tl.float32)
+            for start in tl.static_range(0, D, BLOCK):
+                at = start + column
+                z = tl.load(hidden + row * hidden_stride + at, mask=at < D, other=0.0).to(tl.float32)
+                a = tl.load(slope + chosen * slope_stride + at, mask=at < D, other=0.0).to(tl.float32)
+                dot += z * a
+                square += z * z
+                nonzero += z * 0.0
+            length = tl.maximum(tl.sqrt(tl.sum(square, 0)), TINY)
+            log_energy = tl.sum(dot, 0) / length + tl.load(offset + chosen).to(tl.float32)
+            w = tl.sum(tl.where(place == mine, weight, 0.0), 0)
+            voting = (kind == VOTES) & finite & (tl.sum(nonzero, 0) == 0)
+            if mine < K:
+                tl.store(score + row * NP + chosen, tl.where(voting, w * w * tl.exp(log_energy), -1.0))
+        if part == 0:
+            tl.store(score + row * NP + expert, tl.full([NP], -1.0, tl.float32), mask=place >= K)
+    else:
+        for start in tl.static_range(0, D, BLOCK):
+            at = start + column
+            nonzero += tl.load(hidden + row * hidden_stride + at, mask=at < D, other=0.0).to(tl.float32) * 0.0
+        voting = (kind == VOTES) & finite & (tl.sum(nonzero, 0) == 0)
+        scored, value = route, weight
+        if RULE == SQUARED:
+            value = weight * weight
+        if RULE == STATIC:
+            value = weight * weight * tl.load(energy + expert, mask=expert < N, other=0.0).to(tl.float32)
+        if RULE == RANK:
+            value = (place < K0).to(tl.float32)
+        if RULE == GATE:
+            scored, value = opened, probs
+            tl.store(places + row * NP + expert, tl.where(voting, place, K).to(tl.int8))
+        tl.store(score + row * NP + expert, tl.where(scored & voting, value, -1.0))
+    if part == 0:
+        sound = finite & (tl.sum(nonzero, 0) == 0)
+        tl.store(kinds + row, tl.where((kind != PADDING) & (sound == 0), BROKEN, kind).to(tl.int8))
+    if CHUNK > 0:
+        chunk = row // CHUNK
+        programs = tl.minimum(CHUNK, T - chunk * CHUNK) * SPLIT
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals + chunk, 1, sem="acq_rel") == programs - 1:
+            tl.store(arrivals + chunk, 0)
+            total, some = add_rows(score + chunk * CHUNK * NP, T - chunk * CHUNK, NP, CHUNK)
+            tl.store(partial + chunk * NP + expert, tl.where(some, total, -1.0))

@@ -1,0 +1,87 @@
+"""What the two launches do while the budget leaves nothing out: the first writes the model's own routes."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moebudget.kernels.batch import BROKEN, FIELDS, KEEPS, PADDING, VOTES, field_of, voted
+from moebudget.kernels.rows import best_expert, mass_of, ordered, row_scores, slots_of, top_slots
+
+
+@triton.jit
+def leave_row(
+    logits, hidden, bias, live, score, kinds, own_ids, own_weights, ids, weights, counters,
+    logits_stride, hidden_stride, N,
+    D: tl.constexpr, NP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr,
+    GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr, GP: tl.constexpr,
+    ROUTED: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """First launch, row t: its own ids and weights [t, K], kind and counters; score [t, :]: 0 for a vote, else -1."""
+    row = tl.program_id(0)
+    expert, slot, field, column = tl.arange(0, NP), tl.arange(0, NP), tl.arange(0, FIELDS), tl.arange(0, BLOCK)
+    if COUNT:
+        before = tl.load(counters + row * FIELDS + field)
+    nonzero = tl.zeros([BLOCK], tl.float32)  # x * 0 is NaN where x is not finite
+    for start in tl.static_range(0, D, BLOCK):
+        at = start + column
+        nonzero += tl.load(hidden + row * hidden_stride + at, mask=at < D, other=0.0).to(tl.float32) * 0.0
+    kind = tl.load(live + row).to(tl.int32)
+    probs, choice, _, finite = row_scores(
+        logits + row * logits_stride, bias, N, NP, SIGMOID, HAS_BIAS, GROUPS, OPEN, TOP2, GP
+    )
+    if ROUTED:
+        place = slots_of(own_ids + row * K, NP, K)
+    else:
+        opened = choice > -float("inf")
+        place = top_slots(ordered(choice), opened, NP, K)
+    route = place < K
+    sound = finite & (tl.sum(nonzero, 0) == 0)
+    kind = tl.where((kind != PADDING) & (sound == 0), BROKEN, kind)
+    voting = kind == VOTES
+    tl.store(kinds + row, kind.to(tl.int8))
+    tl.store(score + row * NP + expert, tl.where(voting & route, 0.0, -1.0))
+    if voting | (kind == KEEPS):
+        if ROUTED:
+            own = tl.load(own_ids + row * K + slot, mask=slot < K, other=0)
+            tl.store(ids + row * K + slot, own.to(ids.dtype.element_ty), mask=slot < K)
+            own_weight = tl.load(own_weights + row * K + slot, mask=slot < K, other=0.0)
+            tl.store(weights + row * K + slot, own_weight, mask=slot < K)
+        else:
+            scale = SCALE
+            if RENORMALIZE:
+                scale = scale / mass_of(probs, route)
+            tl.store(ids + row * K + place, expert.to(ids.dtype.element_ty), mask=route)
+            tl.store(weights + row * K + place, probs * scale, mask=route)
+    if COUNT:
+        kept = tl.sum((route & (probs != 0.0)).to(tl.int32), 0)
+        added = field_of(field, 1, voting, 1) + field_of(field, 7, voting & (kept == 0), 1)
+        tl.store(counters + row * FIELDS + field, before + added + field_of(field, 8, kind == BROKEN, 1))
+
+
+@triton.jit
+def finish_row(
+    logits, score, kinds, ids, weights, counters, logits_stride, T, N,
+    NP: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Second launch, row t: padding and broken rows name the best expert that a voting row runs; row 0 counts them."""
+    row = tl.program_id(0)
+    kind = tl.load(kinds + row, cache_modifier=".cg").to(tl.int32)
+    idle = (kind == PADDING) | (kind == BROKEN)
+    if idle | (COUNT & (row == 0)):
+        union = voted(score, T, NP)
+        if idle:
+            probs, _, _, _ = row_scores(logits + row * logits_stride, logits, N, NP, SIGMOID, False, 1, 1, False, 2)
+            lone = best_expert(tl.where(probs == probs, probs, 0.0), union, NP)
+            slot = tl.arange(0, NP)
+            tl.store(ids + row * K + slot, (slot * 0 + lone).to(ids.dtype.element_ty), mask=slot < K)
+            rest = tl.where(kind == BROKEN, float("nan"), 0.0)
+            tl.store(weights + row * K + slot, tl.zeros([NP], tl.float32) + rest, mask=slot < K)
+        if COUNT:
+            count, field = tl.sum(union.to(tl.int32), 0), tl.arange(0, FIELDS)
+            lead = (row == 0) & (count > 0)
+            added = field_of(field, 0, lead, 1) + field_of(field, 9, lead, 1)
+            added += field_of(field, 2, lead, count) + field_of(field, 3, lead, count)
+            book = tl.load(counters + row * FIELDS + field, cache_modifier=".cg")
+            tl.store(counters + row * FIELDS + field, book + added)
