@@ -82,12 +82,13 @@ def test_verdict_is_another(gap: Paired, scale: Any, says: str) -> None:
 
 
 def test_other_order_keeps_batch_mates_together() -> None:
-    order = other_order(12, 4)
+    order = other_order(48, 8)
     assert order is not None
-    assert sorted(order.tolist()) == list(range(12))
-    for batch in order.split(4):
-        assert max(torch.bincount(batch // 4).tolist()) <= 2
-    assert other_order(4, 4) is None
+    assert sorted(order.tolist()) == list(range(48))
+    for batch in order.split(8):
+        assert max(torch.bincount(batch // 8).tolist()) <= 2
+    assert other_order(40, 40) is None
+    assert other_order(29, 4) is None
 
 
 def test_band_is_not_that_of_known_noise() -> None:
@@ -105,7 +106,7 @@ def test_rule_that_sees_no_batch_is_noisy_or_one_that_does_is_not() -> None:
     assert batch is not None
     assert batch > 1e-4
     assert text_noise(model, results, stats, WINDOWS[:4], batch=4, prefill=1, quiet=True) == [0, None, None]
-    items, _ = questions(NAME, (1, 2, 3, 1, 2, 3))
+    items, _ = questions(NAME, (1, 2, 3, 1, 2, 3) * 6)
     answered = evaluate_tasks(model, policies, stats, items, Letters(), batch=2, quiet=True)
     noise = task_noise(model, answered, stats, items, Letters(), batch=2, start_id=None, quiet=True)
     assert noise[0] == noise[1] == 0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moebudget.calibrate.data import TokenizerLike
-from moebudget.evaluate.paired import Z95, item_weights
+from moebudget.evaluate.paired import FEW_SAMPLES, Z95, item_weights
 from moebudget.evaluate.tasks import Item, TaskResult, evaluate_tasks
 from moebudget.evaluate.text import TextResult, evaluate_text
 from moebudget.stats import Stats
@@ -17,9 +17,12 @@ BATCHES = 4  # of samples that are run again at most
 
 
 def other_order(n: int, batch: int) -> Tensor | None:
-    """An order of n samples in which a batch takes few of its samples from one old batch; None if all fit into one."""
+    """An order of n samples in which a batch takes few of its samples from one old batch.
+
+    None if all fit into one batch, or below 30 samples, in which no change may be seen by chance.
+    """
     groups = -(-n // batch)
-    return None if groups < 2 else torch.cat([torch.arange(g, n, groups) for g in range(groups)])
+    return None if groups < 2 or n < FEW_SAMPLES else torch.cat([torch.arange(g, n, groups) for g in range(groups)])
 
 
 def band(before: Tensor, after: Tensor, samples: float) -> float:
@@ -41,7 +44,7 @@ def text_noise(
     quiet: bool = False,
 ) -> list[float | None]:
     """The band of each result's mean loss; 0 for the dense model, which knows no batch mates; None for one batch."""
-    part = windows[: BATCHES * batch]
+    part = windows[: max(FEW_SAMPLES, BATCHES * batch)]
     order, again = other_order(len(part), batch), [r.policy for r in results if r.policy.name != "dense"]
     if order is None or not again:
         return [0.0 if r.policy.name == "dense" else None for r in results]
@@ -63,7 +66,7 @@ def task_noise(
     quiet: bool = False,
 ) -> list[float | None]:
     """The band of each result's average accuracy, in points, as `text_noise`."""
-    part = list(items[: BATCHES * batch])
+    part = list(items[: max(FEW_SAMPLES, BATCHES * batch)])
     order, again = other_order(len(part), batch), [r.policy for r in results if r.policy.name != "dense"]
     if order is None or not again:
         return [0.0 if r.policy.name == "dense" else None for r in results]
