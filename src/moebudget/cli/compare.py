@@ -86,7 +86,8 @@ def compare_command(
     note(target.said(count))
     rows = compare(
         loaded, methods_of(spelled, given.facts, count), given.stats, given.windows, [count], search=search,
-        items=given.items, tokenizer=given.tokenizer, start_id=given.start_id, batch=batch, noise=True, say=note,
+        items=given.items, tokenizer=given.tokenizer, start_id=given.start_id, batch=batch, noise=True,
+        retained_windows=16, say=note,
     )  # fmt: skip
     stamp = provenance.stamp(given.device)
     documents = [{**r.as_row(given.name, "compare"), **target.times(r.quality.fetched), **stamp} for r in rows]
