@@ -19,7 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 from moebudget import provenance
-from moebudget.bench.decode import BATCHES, BUDGETS, Turn, run_decode
+from moebudget.bench.decode import BATCHES, BUDGETS, run_decode
+from moebudget.bench.engine import Turn
 
 
 def main() -> None:

@@ -71,7 +71,7 @@ def test_framework_is_imported_away_from_the_edge(path: Path) -> None:
 def test_vllm_is_imported_away_from_its_plugin(path: Path) -> None:
     modules = imported(path.read_text())
     if not name_of(path).startswith("integrations/vllm/"):
-        drives = {"vllm"} if name_of(path) == "bench/decode.py" else set()
+        drives = {"vllm"} if name_of(path) == "bench/engine.py" else set()
         assert not {m for m in modules if m.startswith("moebudget.integrations.vllm")}
         assert not {module.split(".")[0] for module in modules} & (PLUGIN_ONLY - drives)
 

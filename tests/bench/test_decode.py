@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from moebudget.bench import decode
-from moebudget.bench.decode import Plan, Timing, fit, rows_of, run_decode
+from moebudget.bench.decode import fit, rows_of, run_decode
+from moebudget.bench.engine import Plan, RandomWeights, Timing
 from moebudget.bench.sizes import SIZES, moe_facts, random_stats
 from moebudget.integrations.loading import MissingExtraError
 from moebudget.presets import parse
@@ -54,6 +57,23 @@ def test_random_statistics_do_not_fit_the_model(name: str) -> None:
     layers = SIZES[name]["num_hidden_layers"] - (1 if name.startswith("deepseek") else 0)
     assert len(facts.layers) == layers
     assert stats.tensors["predictor_weight"].shape == (layers, facts.experts, 8)
+
+
+def test_random_layers_are_alike_or_of_another_scale() -> None:
+    worker, width = RandomWeights(), 256
+    model = torch.nn.ModuleDict({f"layer{i}": torch.nn.Linear(width, 64) for i in range(2)})
+    model["norm"], model["packed"] = torch.nn.LayerNorm(width, bias=False), torch.nn.Module()
+    model["packed"].weight = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.int8), requires_grad=False)
+    worker.model_runner = SimpleNamespace(model=model)
+    worker.randomize_weights(0)
+    first = model["layer0"].weight.detach().clone()
+    assert not torch.equal(first, model["layer1"].weight)
+    assert float((torch.randn(512, width) @ first.T).std()) == pytest.approx(1, rel=0.1)
+    assert (model["norm"].weight == 1).all()
+    assert (model["layer1"].bias == 0).all()
+    assert (model["packed"].weight == 1).all()
+    worker.randomize_weights(0)  # as in the engine without the plugin
+    assert torch.equal(first, model["layer0"].weight)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,153 @@
+"""One vLLM engine, driven offline and timed at several batch sizes and budgets."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+START = 900  # seconds that engines started side by side wait for the last of them
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+log = logging.getLogger("vllm.moebudget")  # vLLM's handlers print it
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one engine runs: B requests of `prompt` tokens each, `tokens` decoded, whatever they are."""
+
+    model: str  # a folder with config.json, and weights unless `random`
+    random: bool
+    batches: tuple[int, ...]
+    prompt: int = 128
+    tokens: int = 384
+    repeats: int = 2  # the fastest counts
+    engine: tuple[tuple[str, Any], ...] = ()  # further arguments of vLLM's LLM
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One batch size at one budget; None: as the engine was started without the plugin."""
+
+    batch: int
+    budget: int | None
+    tpot_ms: float  # of a step, without the prompt
+    tokens_per_s: float  # end to end, prompt included
+    fetched: float | None = None  # distinct experts a layer and step
+    native_union: float | None = None
+    most: float | None = None
+    path: str = ""
+    expert_bytes: int = 0
+    layers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Engines that start side by side wait for each other and are timed one after another."""
+
+    started: Any  # a manager's Barrier for all of them
+    timing: Any  # a manager's Lock
+
+    def __enter__(self) -> None:
+        self.started.wait(START)
+        self.timing.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.timing.release()
+
+
+class RandomWeights:
+    """Extension of vLLM's workers: weights of the scale of trained ones, other ones in every layer.
+
+    vLLM's own dummy weights are the same in all layers, and at most .001: a router that rounds its scores to bfloat16
+    then finds them all equal, and every row takes the first K experts.
+    """
+
+    model_runner: Any
+
+    def randomize_weights(self, seed: int) -> None:
+        """Norms 1, biases 0, matrices of unit gain; types other than float32, bfloat16 and float16 stay."""
+        with torch.no_grad():
+            for name, weight in self.model_runner.model.named_parameters():
+                if weight.dtype not in FLOATS:
+                    continue
+                if weight.dim() > 1:
+                    seed += 1
+                    generator = torch.Generator(weight.device).manual_seed(seed)
+                    weight.data.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
+                else:
+                    weight.data.fill_(1 if "norm" in name else 0)
+
+
+def decode(
+    plan: Plan, policy: str | None, stats: str | None, budgets: Sequence[int], turn: Turn | None = None
+) -> list[Timing]:
+    """Start one engine and time the first batch size at every budget, others at the first three (the largest one, so
+    the dense model, and two more). Without a policy the plugin stays out.
+    """
+    from vllm import LLM, SamplingParams
+
+    extra: dict[str, Any] = {}
+    if policy is not None:
+        extra = {"moebudget": {"policy": policy, **({} if stats is None else {"stats": stats})}}
+    llm = LLM(
+        model=plan.model, load_format="dummy" if plan.random else "auto", skip_tokenizer_init=True, dtype="bfloat16",
+        max_model_len=plan.prompt + plan.tokens + 16, max_num_seqs=max(plan.batches), enable_prefix_caching=False,
+        additional_config=extra, seed=0, worker_extension_cls=f"{__name__}.RandomWeights", **dict(plan.engine),
+    )  # fmt: skip
+    if plan.random:
+        llm.collective_rpc("randomize_weights", args=(0,))
+    vocabulary = llm.llm_engine.model_config.get_vocab_size()
+
+    def generate(batch: int, tokens: int) -> float:
+        """Seconds for `batch` prompts of their own and `tokens` tokens each."""
+        ids = np.random.default_rng(batch).integers(0, vocabulary, (batch, plan.prompt))
+        prompts = [{"prompt_token_ids": row.tolist()} for row in ids]
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        start = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - start
+
+    def times() -> Iterator[Timing]:
+        for batch in plan.batches:
+            generate(batch, 8)
+            for budget in (budgets if batch == plan.batches[0] else budgets[:3]) or (None,):
+                if budget is not None:
+                    llm.collective_rpc("moebudget_set", args=(budget,))
+                generate(batch, 4)
+                first = min(generate(batch, 1) for _ in range(plan.repeats))
+                before = None if budget is None else llm.collective_rpc("moebudget_state")[0]
+                whole = min(generate(batch, 1 + plan.tokens) for _ in range(plan.repeats))
+                after = None if budget is None else llm.collective_rpc("moebudget_state")[0]
+                tpot, speed = 1e3 * (whole - first) / plan.tokens, batch * (1 + plan.tokens) / whole
+                timing = Timing(batch, budget, tpot, speed, **_counts(before, after))
+                log.info("%s", timing)
+                yield timing
+
+    try:
+        with nullcontext() if turn is None else turn:
+            return list(times())
+    finally:
+        llm.llm_engine.engine_core.shutdown()  # or this process waits for the engine's forever
+
+
+def _counts(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any]:
+    """What the plugin counted between two states."""
+    if before is None or after is None:
+        return {}
+    pairs = list(zip(before["per_layer"], after["per_layer"], strict=True))
+    change = {name: [b[name] - a[name] for a, b in pairs] for name in ("steps", "fetched", "native_union")}
+    steps = sum(change["steps"])
+    return {
+        "fetched": sum(change["fetched"]) / steps,
+        "native_union": sum(change["native_union"]) / steps,
+        "most": max(f / s for f, s in zip(change["fetched"], change["steps"], strict=True)),
+        "path": after["path"],
+        "expert_bytes": after["fetched_bytes_per_expert"],
+        "layers": len(pairs),
+    }
