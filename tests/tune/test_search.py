@@ -205,7 +205,7 @@ def test_timing_of_another_model_batch_or_an_estimate_is_taken(tmp_path: Path) -
 def test_line_of_bench_decode_is_another() -> None:
     """Against the fit that the bench itself has written beside its rows."""
     rows = [json.loads(line) for line in (RESULTS / "decode.jsonl").read_text().splitlines()]
-    (fitted,) = [r for r in rows if r["bench"] == "decode_fit" and r["date"] == rows[-1]["date"]]
+    fitted = [r for r in rows if r["bench"] == "decode_fit" and r["model"] == "qwen3-30b" and r["B"] == 16][-1]
     line = read_timing(RESULTS / "decode.jsonl", ModelFacts("qwen3_moe", tuple(range(48)), 128, 8, 2048, ""), 16)
     assert (line.a, line.b) == (pytest.approx(fitted["a_ms"], rel=1e-6), pytest.approx(fitted["b_ms"], rel=1e-6))
 

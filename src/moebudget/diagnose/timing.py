@@ -31,8 +31,10 @@ def read_timing(path: Path, facts: ModelFacts, batch: int) -> Line:
             f"{path} holds no step times measured at batch {batch} (measured batches: {have}); "
             + HOW.format(batch=batch)
         )
-    last = here[-1]
-    for field, mine in (("layers", len(facts.layers)), ("N", facts.experts), ("K", facts.top_k)):
+    shape = {"layers": len(facts.layers), "N": facts.experts, "K": facts.top_k}
+    fitting = [row for row in here if all(row.get(field, mine) == mine for field, mine in shape.items())]
+    last = (fitting or here)[-1]
+    for field, mine in shape.items():
         if last.get(field, mine) != mine:
             raise ValueError(
                 f"{path} times another model: {field} is {last[field]} there and {mine} here; "
@@ -40,7 +42,8 @@ def read_timing(path: Path, facts: ModelFacts, batch: int) -> Line:
             )
     if last["bench"] == "diagnose":
         return fit(_points(last))
-    return fit([p for row in here if row["bench"] == "decode" and row["date"] == last["date"] for p in _points(row)])
+    run = (last["model"], last["date"])
+    return fit([p for row in fitting if (row["model"], row.get("date")) == run for p in _points(row)])
 
 
 HOW = "measure: moebudget diagnose MODEL --engine vllm --batch {batch} --results timing.jsonl"
