@@ -16,7 +16,7 @@ SRC = Path(moebudget.__file__).parent
 FILES = sorted(SRC.rglob("*.py"))
 CORE = (
     "types", "placement", "router", "score", "select", "fill", "policy", "spelling", "presets", "stats", "runtime",
-    "rivals", "rival_scores", "rival_selects", "device_selects",
+    "rivals", "rival_scores", "rival_selects", "device_selects", "settings",
 )  # fmt: skip
 EDGES = {"integrations", "allocate", "evaluate", "analyse", "demo", "cli", "bench", "diagnose"}
 EDGE_ONLY = {"transformers", "vllm", "lm_eval", "matplotlib", "datasets"}
