@@ -1,4 +1,4 @@
-"""The command line: `moebudget demo`, `calibrate`, `allocate`, `eval`, `compare`, `tune`, `diagnose` and more."""
+"""The command line: `moebudget demo`, `calibrate`, `allocate`, `eval`, `compare`, `tune`, `report` and more."""
 
 from __future__ import annotations
 
@@ -7,11 +7,24 @@ import os
 from rich.console import Console
 
 # Importing a module registers its commands, in this order.
-from moebudget.cli import allocate, analyse, bench, calibrate, compare, diagnose, evaluate, show, tune
+from moebudget.cli import (
+    allocate,
+    analyse,
+    bench,
+    calibrate,
+    compare,
+    diagnose,
+    evaluate,
+    lm_eval,
+    report,
+    show,
+    tune,
+)  # fmt: skip
 from moebudget.cli.app import app
 
 __all__ = [
-    "allocate", "analyse", "app", "bench", "calibrate", "compare", "diagnose", "evaluate", "main", "show", "tune",
+    "allocate", "analyse", "app", "bench", "calibrate", "compare", "diagnose", "evaluate", "lm_eval", "main", "report",
+    "show", "tune",
 ]  # fmt: skip
 
 

@@ -50,6 +50,7 @@ class Quality:
     loss_noise: float | None = None  # band of nll under other batch compositions
     task_noise: float | None = None  # of task_avg, points
     batching: str = "constant"  # of the tasks; or "draining"
+    fetched_by_layer: tuple[float, ...] = ()  # on the text
 
     @property
     def delta(self) -> float:
@@ -64,6 +65,7 @@ class Quality:
             "B": self.batch,
             "policy": self.policy,
             "fetched": round(self.fetched, 4),
+            "fetched_by_layer": [round(count, 3) for count in self.fetched_by_layer],
             "native_union": round(self.native_union, 4),
             "nll": round(self.nll, 5),
             "dense_nll": round(self.dense_nll, 5),
@@ -195,6 +197,7 @@ def _quality(
         loss_gap=paired(text.nll - base.nll) if other else None,
         task_gap=None if tasks is None or dense is None or not other else _lost(tasks, dense),
         by_quarter=tuple(100 * float(part.mean()) for part in text.by_position.chunk(4)),
+        fetched_by_layer=tuple(text.counters.fetched_by_layer),
     )
 
 

@@ -117,7 +117,8 @@ def _result(policy: Policy, sums: _Sums, positions: int) -> TextResult:
 def sum_counters(parts: Sequence[Counters]) -> Counters:
     """Add up counters of the same layers."""
     names = parts[0].totals
-    return Counters(parts[0].layers, {name: sum(p.totals[name] for p in parts) for name in names})
+    by_layer = tuple(map(sum, zip(*(p.by_layer for p in parts), strict=True)))
+    return Counters(parts[0].layers, {name: sum(p.totals[name] for p in parts) for name in names}, by_layer)
 
 
 def require_active(policy: Policy, counters: Counters) -> None:
