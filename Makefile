@@ -6,6 +6,7 @@ ARGS    ?=
 VENV    := .venv
 OLDEST  := .venv-oldest
 VLLM    := .venv-vllm
+LM_EVAL := .venv-lm-eval
 BIN     := $(VENV)/bin
 PINS    := pyproject.toml constraints.txt
 PIP     := -m pip install --quiet --disable-pip-version-check
@@ -16,7 +17,7 @@ PYTEST   = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) $(ARGS)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test check fix docs test-oldest test-vllm vllm-contract clean
+.PHONY: help demo test check fix docs test-oldest test-lm-eval test-vllm vllm-contract clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -47,6 +48,9 @@ docs: $(VENV)/.docs ## build the site into site/
 test-oldest: $(OLDEST)/.dev ## run the tests against the oldest supported transformers, in a venv of its own
 	$(call PYTEST,$(OLDEST))
 
+test-lm-eval: $(LM_EVAL)/.dev ## run the tests of the lm-evaluation-harness integration, in a venv of its own; 2 minutes
+	OMP_NUM_THREADS=1 $(LM_EVAL)/bin/python -m pytest tests/integrations/lm_eval $(ARGS)
+
 test-vllm: $(VLLM)/.dev ## run the tests of the vLLM plugin in vLLM's CPU build (Linux), in a venv of its own; 6 minutes
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/integrations/vllm $(ARGS)
 
@@ -75,6 +79,10 @@ $(OLDEST)/.dev: $(PINS) | $(OLDEST)/bin/python
 	$(OLDEST)/bin/python $(PIP) --editable '.[dev]' --constraint $(OLDEST)/constraints.txt
 	@touch $@
 
+$(LM_EVAL)/.dev: $(PINS) | $(LM_EVAL)/bin/python
+	$(LM_EVAL)/bin/python $(PIP) --editable '.[lm-eval]' pytest pytest-timeout --constraint constraints.txt
+	@touch $@
+
 # torchvision and torchaudio come with vLLM's CPU build for another torch and fail to load. Triton is for its interpreter,
 # with which vLLM's second model runner works without a GPU.
 $(VLLM)/.dev: $(PINS) | $(VLLM)/bin/python
@@ -83,7 +91,7 @@ $(VLLM)/.dev: $(PINS) | $(VLLM)/bin/python
 	$(VLLM)/bin/python $(PIP) --editable .
 	@touch $@
 
-$(BIN)/python $(OLDEST)/bin/python $(VLLM)/bin/python: %/bin/python:
+$(BIN)/python $(OLDEST)/bin/python $(LM_EVAL)/bin/python $(VLLM)/bin/python: %/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
 	  echo "moebudget needs Python 3.10 to 3.13, but PYTHON=$(PYTHON) is: $$($(PYTHON) --version 2>&1)."; \
 	  echo "Name another one: make PYTHON=python3.12 ..."; exit 1; } >&2

@@ -24,13 +24,13 @@ import moebudget
 from moebudget import provenance
 from moebudget.demo.run import BATCH, MODEL, NAME
 from moebudget.demo.tasks import held_out
-from moebudget.evaluate.tasks import _encode, _prefill, cache_argument, evaluate_tasks
+from moebudget.evaluate.tasks import _encode, cache_argument, evaluate_tasks, prefill
 from moebudget.integrations.loading import load_model
 
 
 def free_running(model: Any, policy: Any, stats: Any, encoded: list[tuple[list[int], list[int]]]) -> list[bool]:
     """Greedy decoding of one batch, a cached step at a time; finished rows are fed the end token and do not vote."""
-    cache, mask = _prefill(model, [prompt for prompt, _ in encoded], torch.device("cpu"))
+    cache, mask = prefill(model, [prompt for prompt, _ in encoded], torch.device("cpu"))
     token = torch.tensor([[prompt[-1]] for prompt, _ in encoded])
     written: list[list[int]] = [[] for _ in encoded]
     with moebudget.attach(model, policy, stats):

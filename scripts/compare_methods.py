@@ -12,7 +12,6 @@ number of experts (within 0.5) the one with the lowest loss there is compared.
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,17 +24,14 @@ from moebudget import provenance
 from moebudget.analyse import STUDIES, Setting, run_study
 from moebudget.calibrate import calibrate
 from moebudget.calibrate.run import KNOWN
-from moebudget.demo.run import BATCH, MODEL, NAME, calibration_corpus, heldout_windows
-from moebudget.demo.tasks import held_out
-from moebudget.evaluate import evaluate
-from moebudget.evaluate.match import Family, match_fetched
+from moebudget.demo.run import BATCH, MODEL, NAME, calibration_corpus, demo_items, heldout_windows
+from moebudget.evaluate.compare import compare
+from moebudget.evaluate.match import Family
 from moebudget.integrations.loading import default_device, load_model, vocabulary
 from moebudget.integrations.transformers import place_experts
-from moebudget.presets import dense
 from moebudget.stats import Stats, load_stats
 
 TARGETS = (10, 16)
-TOLERANCE = 0.5
 DEVICES = 4
 
 
@@ -77,28 +73,14 @@ METHODS: dict[str, list[Family]] = {
 }
 
 
-def compare(
-    model: Any, tokenizer: Any, stats: Stats, windows: torch.Tensor, items: list[Any], quiet: bool
-) -> list[Any]:
+def methods(model: Any, tokenizer: Any, stats: Stats, windows: torch.Tensor, items: list[Any], quiet: bool) -> Any:
     """The rows of all methods at all targets; the windows of the search are the last tenth."""
-    search = windows[-BATCH * max(1, len(windows) // (10 * BATCH)) :]  # whole batches
-    rest = windows[: len(windows) - len(search)]
-    chosen: dict[tuple[str, int], Any] = {}
-    for name, families in METHODS.items():
-        for target in TARGETS:
-            match = match_fetched(model, families, stats, search, target, tolerance=TOLERANCE, batch=BATCH)
-            chosen[name, target] = match
-            print(f"{name} at {target}: {match.policy} fetches {match.fetched:.2f}", file=sys.stderr, flush=True)
-    policies = {p.name: p for p in [dense(), *(m.policy for m in chosen.values())]}
-    settings = {"items": items, "tokenizer": tokenizer, "start_id": tokenizer.eos_token_id, "batch": BATCH}
-    found = {q.policy: q for q in evaluate(model, list(policies.values()), stats, rest, quiet=quiet, **settings)}
-    rows = [{**found["dense"].as_row(NAME), "bench": "methods", "method": "unchanged model", "target": None}]
-    for (name, target), match in chosen.items():
-        quality = found[match.policy.name]
-        within = abs(quality.fetched - target) <= TOLERANCE
-        extra = {"bench": "methods", "method": name, "target": target, "matched": within, "devices": DEVICES}
-        rows.append({**quality.as_row(NAME), **extra, "search_windows": len(search)})
-    return rows
+    search = BATCH * max(1, len(windows) // (10 * BATCH))  # whole batches
+    found = compare(
+        model, METHODS, stats, windows, TARGETS, search=search, items=items, tokenizer=tokenizer,
+        start_id=tokenizer.eos_token_id, batch=BATCH, quiet=quiet, say=lambda line: print(line, file=sys.stderr),
+    )  # fmt: skip
+    return [{**one.as_row(NAME, "methods"), "devices": DEVICES, "search_windows": search} for one in found]
 
 
 def main() -> None:
@@ -123,10 +105,9 @@ def main() -> None:
         return
     stats = place_experts(model, load_stats(a.stats), DEVICES)
     windows = heldout_windows(tokenizer, vocabulary(model), a.windows)
-    items = held_out("test", a.items)
-    random.Random(0).shuffle(items)
+    items = demo_items(a.items)
     if a.stage == "methods":
-        rows, file = compare(model, tokenizer, stats, windows, items, a.quiet), "quality.jsonl"
+        rows, file = methods(model, tokenizer, stats, windows, items, a.quiet), "quality.jsonl"
     else:
         setting = Setting(model, NAME, stats, windows, items, tokenizer, tokenizer.eos_token_id, BATCH, 10, a.quiet)
         rows, file = [row for name in a.study for row in run_study(name, setting)], "analysis.jsonl"

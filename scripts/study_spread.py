@@ -140,7 +140,7 @@ class Study:
 
     def windows(self, limit: int, domain: str = "") -> Tensor:
         files = [f for f in self.files if domain in ("", domain_of(f))]
-        return heldout_windows(self.tokenizer, self.entries, limit, files)
+        return heldout_windows(self.tokenizer, self.entries, limit, files=files)
 
     def allocate(self, averages: tuple[int, ...], batch: int = BATCH, domain: str = "") -> Stats:
         windows = allocation_windows(self.tokenizer, self.entries, max(self.a.search, batch), domain)

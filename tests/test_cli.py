@@ -112,6 +112,9 @@ def test_calibrate_then_eval_prints_json_last_and_appends_rows(
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [r["policy"] for r in last["rows"]] == ["dense", "base:budget=3", "oea:k0=1"]
     assert last["rows"][1]["fetched"] <= 3 < last["rows"][1]["native_union"]
+    for row in last["rows"]:
+        assert len(row["fetched_by_layer"]) == 2
+        assert sum(row["fetched_by_layer"]) / 2 == pytest.approx(row["fetched"], abs=1e-3)
     assert last["rows"][0]["nll"] == last["rows"][0]["dense_nll"]
     assert [json.loads(line)["policy"] for line in rows.read_text().splitlines()] == [
         "dense",

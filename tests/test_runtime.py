@@ -178,6 +178,7 @@ def test_layers_are_added_up_or_averaged_wrongly() -> None:
     a, b = (totals_of(router) for router in routers)
     assert counters.totals == {name: a[name] + b[name] for name in FIELDS}
     assert (counters.layers, counters.steps, counters.rows, counters.fetched) == (2, 4, 5, 3.5)
+    assert counters.fetched_by_layer == [2, 5]
     assert counters.native_union == pytest.approx((a["native_union"] + b["native_union"]) / 8)
     assert counters.dropped_mass == pytest.approx((a["dropped_mass"] + b["dropped_mass"]) / 40)
     assert 0 < counters.dropped_mass < 1
@@ -195,4 +196,5 @@ def test_nothing_counted_divides_by_zero() -> None:
     assert counters.steps == 0
     assert all(math.isnan(x) for x in (counters.fetched, counters.native_union, counters.rows, counters.dropped_mass))
     assert "0 decode steps" in str(counters)
+    assert counters.fetched_by_layer == []
     assert Counters(0, dict.fromkeys(FIELDS, 0.0)).steps == 0

@@ -154,10 +154,15 @@ def parse_many(texts: Iterable[str]) -> list[Policy]:
 
     A name without settings stands for any policy of that preset. Raises ValueError as `parse` does.
     """
+    return [parse(EXAMPLES.get(text, text)) for text in split_many(texts)]
+
+
+def split_many(texts: Iterable[str]) -> list[str]:
+    """The single spellings in texts that may hold several, as `parse_many` reads them."""
     spelled: list[str] = []
     for part in (p.strip() for text in texts for p in text.split(",")):
         if "=" in part and ":" not in part and spelled:
             spelled[-1] += f",{part}"
         else:
             spelled.append(part)
-    return [parse(EXAMPLES.get(text, text)) for text in spelled]
+    return spelled

@@ -63,6 +63,7 @@ class Counters:
 
     layers: int
     totals: dict[str, float]
+    by_layer: tuple[float, ...] = ()  # distinct experts fetched in all steps, one number a layer
 
     def _mean(self, name: str, over: str = "steps") -> float:
         return self.totals[name] / self.totals[over] if self.totals[over] else float("nan")
@@ -76,6 +77,11 @@ class Counters:
     def fetched(self) -> float:
         """Distinct experts fetched, mean over layers and steps."""
         return self._mean("fetched")
+
+    @property
+    def fetched_by_layer(self) -> list[float]:
+        """Distinct experts fetched a step, one number a layer; empty if nothing was counted."""
+        return [count / self.steps for count in self.by_layer] if self.steps else []
 
     @property
     def native_union(self) -> float:
@@ -109,8 +115,9 @@ class Counters:
 
 def read_counters(layers: list[LayerRouter]) -> Counters:
     """Sum the layers' device counters; this is the one place that reads them on the host."""
-    total = sum((layer.totals.cpu() for layer in layers), torch.zeros(len(FIELDS), dtype=torch.float64))
-    return Counters(len(layers), dict(zip(FIELDS, total.tolist(), strict=True)))
+    counts = torch.stack([torch.zeros(len(FIELDS), dtype=torch.float64), *(layer.totals.cpu() for layer in layers)])
+    by_layer = counts[1:, FIELDS.index("fetched")].tolist()
+    return Counters(len(layers), dict(zip(FIELDS, counts.sum(0).tolist(), strict=True)), tuple(by_layer))
 
 
 class LayerRouter:

@@ -15,7 +15,7 @@ from moebudget.cli import app
 from moebudget.diagnose import report
 from moebudget.diagnose.report import estimate, measure, read_config
 from moebudget.diagnose.roofline import Roofline, roofline
-from moebudget.diagnose.verdict import fit, judge
+from moebudget.diagnose.verdict import fit, judge, window
 
 DEMO = Path(__file__).resolve().parents[2] / "src/moebudget/demo"
 PARAMETERS = {"qwen3-30b": 30.53e9, "qwen1.5-moe": 14.32e9, "deepseek-v2-lite": 15.71e9}  # of the published models
@@ -53,6 +53,11 @@ def machine(a: float, b: float, noise: float = 0.0) -> list[tuple[float, float]]
         (machine(5, PRICE / 5), 16, 80, 16, "will not help", "bound by something else"),
         (machine(5, PRICE, 9.0), 16, 80, 16, "cannot tell", "scatter too much"),
         (machine(900, PRICE), 16, 80, 16, "will not help", "do not depend on experts: 1.01 times"),
+        (machine(900, PRICE), 16, 80, 16, "will not help", "the operating window is empty"),
+        (machine(100, PRICE), 16, 80, 76, "will not help", "a budget of 28 or fewer would gain 1.05"),
+        (machine(2, PRICE), 16, 80, 16, "will help", "budgets up to 75 gain at least 1.05"),
+        (machine(400, 0.05, 3.0), 16, 80, 60, "will not help", "no difference that can be seen, and 1.0. times"),
+        (machine(2, PRICE), 16, 8.2, 4, "will not help", "hardly more than the 8 .* the operating window is empty"),
         (machine(2, PRICE), 1, 8, 4, "will not help", "one row fetches its own 8"),
         (machine(2, PRICE), 16, 15, 16, "will not help", "no more than the budget of 16"),
         (machine(2, PRICE), 256, 128, 16, "will not help", "want each of the 128 experts 16 times"),
@@ -64,6 +69,12 @@ def test_verdict_is_another(
     found = judge(fit(times), SHAPE, batch=batch, union=union, budget=budget, gb_s=1000)
     assert found.answer == answer
     assert re.search(says, found.reason), found.reason
+
+
+@pytest.mark.parametrize(("a", "b", "union"), [(2, 0.1, 80), (100, 0.1, 80), (900, 0.1, 80), (1, 0.5, 30)])
+def test_window_is_not_found_by_trying_every_budget(a: float, b: float, union: float) -> None:
+    helps = [m for m in range(1, int(union)) if (a + b * union) / (a + b * m) >= 1.05]
+    assert window(fit(machine(a, b)), union) == max(helps, default=None)
 
 
 def test_interval_of_the_slope_is_not_that_of_regression() -> None:
@@ -109,6 +120,16 @@ def test_engine_with_constant_step_time_is_recommended(monkeypatch: pytest.Monke
     assert (early["answer"], early["points"]) == ("will not help", [])
 
 
+def test_model_larger_than_the_memory_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the 61 GB of weights; nothing of vLLM is imported before the answer."""
+    pages = {"SC_PHYS_PAGES": 3_000_000, "SC_PAGE_SIZE": 10_000}
+    monkeypatch.setattr("os.sysconf", pages.__getitem__)
+    monkeypatch.setattr(report, "copy_bandwidth", lambda _: 4800.0)
+    options: dict[str, Any] = {"union": None, "data": None, "device": "cpu", "dtype": None}
+    with pytest.raises(MemoryError, match=r"qwen3-30b in bf16 does not fit: its weights take 60\.\d GB, cpu has 30.0"):
+        measure("qwen3-30b", SIZES["qwen3-30b"], "vllm", batch=16, budget=10, **options)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -133,12 +154,12 @@ def test_config_without_experts_is_estimated(tmp_path: Path) -> None:
 
 def test_demo_model_is_not_timed(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    text = str(DEMO / "data/heldout-prose.txt.xz")
-    options = ["--engine", "hf", "--data", text, "--budget", "10", "--batch", "4"]
-    result = CliRunner().invoke(app, ["diagnose", str(DEMO / "model"), *options, "--results", str(rows)])
+    options = ["--budget", "10", "--batch", "4", "--steps", "2"]
+    result = CliRunner().invoke(app, ["diagnose", "demo", *options, "--results", str(rows)])
     assert result.exception is None, result.output
     row = json.loads(rows.read_text())
     assert row["answer"] in result.output
+    assert (row["model"], row["engine"]) == ("moebudget-demo-8m", "hf")
     fetched = {budget: x for budget, (x, _, _) in zip((64, 32, 24, 16, 10, 8, 4), row["points"], strict=True)}
     assert fetched[4] == 4
     assert fetched[8] == pytest.approx(8)

@@ -20,6 +20,7 @@ from tests.integrations import tiny
 
 WINDOWS = tiny.prompts(7, 12, seed=5)
 POLICIES = ("topk:k=1", "base:budget=3")
+NO_GAPS: dict[str, Any] = {"loss_gap": None, "task_gap": None, "by_quarter": ()}
 # What a line of benchmarks/results/quality.jsonl must hold (with the stamp's commit, command, device and versions).
 FIELDS = set(
     "bench model B policy fetched native_union nll dense_nll tasks task_avg agreement retained_energy tokens".split()
@@ -34,7 +35,16 @@ def measure(*policies: str, **settings: Any) -> list[Quality]:
 def quality(**changes: Any) -> Quality:
     values: dict[str, Any] = dict.fromkeys((f.name for f in dataclasses.fields(Quality)), 1.0)
     return Quality(
-        **{**values, "policy": "base:budget=3", "batch": 16, "tasks": {}, "tokens": 5, "items": 0, **changes}
+        **{
+            **values,
+            "policy": "base:budget=3",
+            "batch": 16,
+            "tasks": {},
+            "tokens": 5,
+            "items": 0,
+            **NO_GAPS,
+            **changes,
+        }
     )
 
 

@@ -187,7 +187,8 @@ def test_batches_that_go_through_the_model_together_share_experts(batch: int) ->
 
 
 def test_counters_of_several_batches_add_up() -> None:
-    parts = [Counters(2, {name: float(i + j) for j, name in enumerate(FIELDS)}) for i in range(3)]
+    parts = [Counters(2, {name: float(i + j) for j, name in enumerate(FIELDS)}, (i, 1.0)) for i in range(3)]
     total = sum_counters(parts)
     assert total.layers == 2
     assert total.totals == {name: 3.0 + 3 * j for j, name in enumerate(FIELDS)}
+    assert total.by_layer == (3, 3)

@@ -20,9 +20,9 @@ from moebudget.kernels import native, route, score
 
 POINTERS = {
     "logits": "*bf16", "hidden": "*bf16", "bias": "*fp32", "live": "*i8", "budget": "*i32", "slope": "*fp32",
-    "offset": "*fp32", "energy": "*fp32", "score": "*fp32", "places": "*i8", "kinds": "*i8", "partial": "*fp64",
-    "arrivals": "*i32", "runs": "*fp32", "own_ids": "*i32", "own_weights": "*fp32", "ids": "*i32", "weights": "*fp32",
-    "counters": "*fp64",
+    "offset": "*fp32", "energy": "*fp32", "score": "*fp32", "places": "*i8", "bits": "*i32", "kinds": "*i8",
+    "partial": "*fp64", "arrivals": "*i32", "runs": "*fp32", "own_ids": "*i32", "own_weights": "*fp32", "ids": "*i32",
+    "weights": "*fp32", "counters": "*fp64",
 }
 for settings in json.loads(sys.argv[1]):
     for kernel in (score.score_rows, route.route_rows, native.native_rows):

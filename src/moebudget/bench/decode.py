@@ -54,7 +54,7 @@ def rows_of(
                 "dense_tpot_ms": dense.tpot_ms, "off_tpot_ms": without, "speedup": dense.tpot_ms / t.tpot_ms,
                 "e2e_tok_s": t.tokens_per_s, "dense_e2e_tok_s": dense.tokens_per_s, "path": t.path,
                 "layers": t.layers, "expert_bytes": t.expert_bytes, "gb_s": moved / t.tpot_ms / 1e6,
-                "prompt": plan.prompt, "tokens": plan.tokens,
+                "prompt": plan.prompt, "tokens": plan.tokens, "fetched_by_layer": list(t.by_layer),
             }  # fmt: skip
         if len(mine) < 3:
             continue

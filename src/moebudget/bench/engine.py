@@ -44,6 +44,7 @@ class Timing:
     path: str = ""
     expert_bytes: int = 0
     layers: int = 0
+    by_layer: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,7 @@ def _counts(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict
         "fetched": sum(change["fetched"]) / steps,
         "native_union": sum(change["native_union"]) / steps,
         "most": max(f / s for f, s in zip(change["fetched"], change["steps"], strict=True)),
+        "by_layer": tuple(f / s for f, s in zip(change["fetched"], change["steps"], strict=True)),
         "path": after["path"],
         "expert_bytes": after["fetched_bytes_per_expert"],
         "layers": len(pairs),

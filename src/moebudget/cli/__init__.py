@@ -1,4 +1,4 @@
-"""The command line: `moebudget demo`, `calibrate`, `allocate`, `eval`, `analyse`, `diagnose`, `bench` and more."""
+"""The command line: `moebudget demo`, `calibrate`, `allocate`, `eval`, `compare`, `tune`, `report` and more."""
 
 from __future__ import annotations
 
@@ -7,10 +7,25 @@ import os
 from rich.console import Console
 
 # Importing a module registers its commands, in this order.
-from moebudget.cli import allocate, analyse, bench, calibrate, diagnose, evaluate, show
+from moebudget.cli import (
+    allocate,
+    analyse,
+    bench,
+    calibrate,
+    compare,
+    diagnose,
+    evaluate,
+    lm_eval,
+    report,
+    show,
+    tune,
+)  # fmt: skip
 from moebudget.cli.app import app
 
-__all__ = ["allocate", "analyse", "app", "bench", "calibrate", "diagnose", "evaluate", "main", "show"]
+__all__ = [
+    "allocate", "analyse", "app", "bench", "calibrate", "compare", "diagnose", "evaluate", "lm_eval", "main", "report",
+    "show", "tune",
+]  # fmt: skip
 
 
 def _user_errors() -> tuple[type[BaseException], ...]:

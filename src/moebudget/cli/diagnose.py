@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moebudget.cli.app import DeviceOption, DtypeOption, app
+from moebudget.cli.inputs import DEMO
 
 
 @app.command()
@@ -19,12 +20,16 @@ def diagnose(
     model: Annotated[
         str,
         typer.Argument(
-            help="A checkpoint folder, a config.json, or qwen3-30b, qwen1.5-moe, deepseek-v2-lite (sizes alone)."
+            help="A checkpoint folder, a config.json, `demo`, or qwen3-30b, qwen1.5-moe, deepseek-v2-lite (sizes)."
         ),
     ],
     engine: Annotated[
-        str, typer.Option(help="What decodes on this machine: vllm, hf (transformers), or none: the estimate alone.")
-    ] = "none",
+        str | None,
+        typer.Option(
+            help="What decodes on this machine: vllm, hf (transformers), or none, the estimate alone, which is the "
+            "default but for `demo`."
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows of a decode step.")] = 16,
     budget: Annotated[int, typer.Option(min=1, help="Experts a layer that a step shall fetch.")] = 16,
     union: Annotated[
@@ -37,35 +42,55 @@ def diagnose(
     gpu: Annotated[str | None, typer.Option(help="Whose bandwidth to take for the estimate, as H200.")] = None,
     bandwidth: Annotated[float | None, typer.Option(help="Or the bandwidth itself, in GB/s.")] = None,
     data: Annotated[str | None, typer.Option(help="Text to decode after, for engine hf.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Decode steps a timing; default: 8 for hf, 128 for vllm.")
+    ] = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     results: Annotated[Path | None, typer.Option(help="Append the row to this .jsonl file.")] = None,
 ) -> None:
     """Will capping experts make this model faster here, by how much, and if not, why not."""
     from moebudget import provenance
+    from moebudget.demo import run as demo
     from moebudget.diagnose.report import ENGINES, estimate, measure, read_config
     from moebudget.spelling import unknown
 
+    engine = ("hf" if model == DEMO else "none") if engine is None else engine
     if engine not in ENGINES:
         raise ValueError(unknown("engine", engine, list(ENGINES)))
+    path = str(demo.MODEL) if model == DEMO else model
+    if model == DEMO and data is None:
+        data = str(demo.DATA / "heldout-prose.txt.xz")
     if engine == "hf" and data is None:
         raise ValueError("engine hf decodes after given text, because the union depends on it: --data text.txt")
-    config = read_config(model)
+    config = read_config(path)
     console = Console(width=max(110, Console().width))
     if engine == "none":
         row = estimate(config, batch=batch, budget=budget, union=union, context=context, gpu=gpu, bandwidth=bandwidth)
     else:
         row = measure(
-            model, config, engine, batch=batch, budget=budget, union=union, data=data, device=device, dtype=dtype
+            path,
+            config,
+            engine,
+            batch=batch,
+            budget=budget,
+            union=union,
+            data=data,
+            device=device,
+            dtype=dtype,
+            steps=steps,
         )
-    table = Table(title=row["title"])
+    console.print(row["title"], soft_wrap=True, highlight=False)
+    table = Table()
     for name in ("experts a layer", "ms a step", "against the union"):
         table.add_column(name, justify="right", no_wrap=True)
     for fetched, ms, ratio in row["points"]:
         table.add_row(f"{fetched:.1f}", f"{ms:.3f}", f"{ratio:.2f}x")
-    console.print(table)
+    if row["points"]:
+        console.print(table)
     console.print(f"[bold]{row['answer']}[/bold]: {row['reason']}", soft_wrap=True, highlight=False)
-    found: dict[str, Any] = {"bench": "diagnose", "model": model, **row, **provenance.stamp(row.pop("device"))}
+    name = demo.NAME if model == DEMO else model
+    found: dict[str, Any] = {"bench": "diagnose", "model": name, **row, **provenance.stamp(row.pop("device"))}
     if results is not None:
         provenance.append_rows(results, [found])
     sys.stdout.write(json.dumps({"rows": [found]}) + "\n")

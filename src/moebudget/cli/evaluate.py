@@ -10,19 +10,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from moebudget.cli.app import DeviceOption, DtypeOption, ModelArgument, app
+from moebudget.cli.app import DeviceOption, DtypeOption, app
+from moebudget.cli.inputs import AnyModel, DataOption, ItemsOption, OutOption, StatsOption, TasksOption, read_inputs
 
 
 @app.command("eval")
 def eval_command(
-    model: ModelArgument,
+    model: AnyModel,
     policy: Annotated[list[str], typer.Option(help="A policy, as base:budget=10; repeat the option for more.")],
-    data: Annotated[str, typer.Option(help="Held-out text: file, .jsonl, folder or hub data set.")],
-    stats: Annotated[Path | None, typer.Option(help="Statistics made by `moebudget calibrate`.")] = None,
-    tasks: Annotated[
-        Path | None,
-        typer.Option(help="Task items, one JSON object a line with task, prompt and target (the exact continuation)."),
-    ] = None,
+    data: DataOption = None,
+    stats: StatsOption = None,
+    tasks: TasksOption = None,
+    items: ItemsOption = 24,
     batch: Annotated[int, typer.Option(min=1, help="Rows a decode step, kept constant.")] = 16,
     windows: Annotated[int, typer.Option(min=1, help="Windows of text to evaluate at most.")] = 64,
     length: Annotated[int, typer.Option(min=4, help="Predicted tokens a window.")] = 256,
@@ -31,6 +30,16 @@ def eval_command(
         int | None,
         typer.Option(min=1, help="Experts lie on this many devices, in equal blocks (for policies with a placement)."),
     ] = None,
+    draining: Annotated[
+        bool, typer.Option("--draining", help="Let a batch of answers drain before the next one starts.")
+    ] = False,
+    noise: Annotated[
+        bool, typer.Option(help="Run up to four batches again with other batch mates, for the noise of the batch.")
+    ] = True,
+    generate: Annotated[
+        int, typer.Option(min=0, help="Also continue the windows' first 32 tokens by this many, for loops and ends.")
+    ] = 0,
+    out: OutOption = Path("out"),
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here too.")] = None,
@@ -38,40 +47,52 @@ def eval_command(
 ) -> None:
     """Loss, agreement, task accuracy and fetched experts of policies in decode mode, on the same batches."""
     from moebudget import provenance
-    from moebudget.demo.tasks import load_items
-    from moebudget.evaluate.report import evaluate, quality_table, read_windows
-    from moebudget.integrations.loading import default_device, default_dtype, load_model, vocabulary
+    from moebudget.evaluate.generate import PROMPT, Generated, generated_table
+    from moebudget.evaluate.generate import generate as make
+    from moebudget.evaluate.report import evaluate, quality_table
+    from moebudget.evaluate.verdicts import verdict_table
     from moebudget.integrations.transformers import place_experts
     from moebudget.presets import parse
-    from moebudget.stats import load_stats, require_stats
     from moebudget.types import PLACEMENT
 
     parsed = [parse(text) for text in policy]
-    known = None if stats is None else load_stats(stats)
+    given = read_inputs(
+        model, data=data, stats=stats, tasks=tasks, demo_items=items, windows=windows, length=length, out=out,
+        device=device, dtype=dtype,
+    )  # fmt: skip
     for p in parsed:
-        require_stats(p.name, p.needs if devices is None else p.needs - PLACEMENT, known)
-    items = [] if tasks is None else load_items(tasks)
-    device = default_device() if device is None else device
-    dtype = default_dtype(device) if dtype is None else dtype
-    loaded, tokenizer = load_model(model, device=device, dtype=dtype, stats=known)
-    if devices is not None:
-        known = place_experts(loaded, known, devices)
-    text = read_windows(data, tokenizer, vocabulary(loaded), length, windows, tokenizer.eos_token_id)
+        given.require(p.name, p.needs if devices is None else p.needs - PLACEMENT)
+    loaded = given.load(parsed)
+    known = given.stats if devices is None else place_experts(loaded, given.stats, devices)
     rows = evaluate(
         loaded,
         parsed,
         known,
-        text,
-        items=items,
-        tokenizer=tokenizer,
-        start_id=tokenizer.bos_token_id,
+        given.windows,
+        items=given.items,
+        tokenizer=given.tokenizer,
+        start_id=given.start_id,
         batch=batch,
         prefill=prefill,
+        refill=not draining,
+        noise=noise,
     )
-    stamp = provenance.stamp(device)
-    documents_out: list[dict[str, Any]] = [{**row.as_row(model), **stamp} for row in rows]
-    title = f"{model}, batch {batch}: {rows[0].tokens:,} tokens" + (f", {rows[0].items} items" if items else "")
-    Console(width=max(100, Console().width)).print(quality_table(rows, title))
+    made: list[Generated] = []
+    if generate:
+        prompts = given.windows[:, :PROMPT]
+        policies, end = [parse(row.policy) for row in rows], given.tokenizer.eos_token_id
+        made = make(loaded, policies, known, prompts, end_id=end, tokens=generate, batch=batch)
+    stamp, rates = provenance.stamp(given.device), {m.policy: m.as_fields() for m in made}
+    documents_out: list[dict[str, Any]] = [
+        {**row.as_row(given.name), **rates.get(row.policy, {}), **stamp} for row in rows
+    ]
+    title = f"{given.name}, batch {batch}: {rows[0].tokens:,} tokens, {len(given.windows)} windows"
+    title += f", {rows[0].items} items" if rows[0].items else ""
+    console = Console(width=max(110, Console().width))
+    console.print(quality_table(rows, title))
+    console.print(verdict_table(rows))
+    if made:
+        console.print(generated_table(made))
     if json_file is not None:
         json_file.write_text(json.dumps(documents_out, indent=1) + "\n", encoding="utf-8")
     if results is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from moebudget import provenance
 from moebudget.calibrate import Corpus, calibrate, load_corpus, merge_corpora
 from moebudget.calibrate.data import Packed, pack, tokenize
-from moebudget.demo.tasks import held_out
+from moebudget.demo.tasks import TaskItem, held_out
 from moebudget.evaluate.plot import plot_quality
 from moebudget.evaluate.report import Quality, evaluate, load_windows, quality_table
 from moebudget.integrations.loading import default_device, default_dtype, load_model, vocabulary
@@ -87,8 +87,7 @@ def run_demo(
         f"retained energy {info['retained_energy']:.3f} at {info['retained_energy_at']['budget']} experts"
     )
     windows = heldout_windows(tokenizer, vocabulary(model), size.windows)
-    items = held_out("test", size.items)
-    random.Random(0).shuffle(items)
+    items = demo_items(size.items)
     rows = evaluate(
         model, parsed, known, windows, items=items, tokenizer=tokenizer, start_id=tokenizer.eos_token_id, batch=BATCH
     )
@@ -120,12 +119,21 @@ def calibration_corpus(tokenizer: Any, entries: int, tokens: int) -> Corpus:
     return merge_corpora([load_corpus(str(f), tokenizer, entries, length=LENGTH, max_tokens=share) for f in files])
 
 
-def heldout_windows(tokenizer: Any, entries: int, limit: int, files: Sequence[Path] = ()) -> Tensor:
-    """Windows [n, 257] of these files, or of the embedded held-out text, domains mixed."""
+def heldout_windows(
+    tokenizer: Any, entries: int, limit: int, length: int = WINDOW, files: Sequence[Path] = ()
+) -> Tensor:
+    """Windows [n, length + 1] of these files, or of the embedded held-out text, domains mixed."""
     files = files or embedded_text("heldout")
     documents = [d for f in files for d in tokenize(str(f), tokenizer, entries, min_document=2)[0]]
-    packed: Packed = pack(documents, WINDOW + 1, tokenizer.eos_token_id)
+    packed: Packed = pack(documents, length + 1, tokenizer.eos_token_id)
     return load_windows(packed.ids, packed.mask, limit)
+
+
+def demo_items(per_task: int) -> list[TaskItem]:
+    """Test items of the nine tasks, mixed."""
+    items = held_out("test", per_task)
+    random.Random(0).shuffle(items)
+    return items
 
 
 def findings(rows: list[Quality]) -> list[str]:

@@ -13,6 +13,7 @@ from moebudget.bench.sizes import SIZES, UNIONS
 from moebudget.diagnose.hf import copy_bandwidth, step_times
 from moebudget.diagnose.roofline import GPUS, Roofline, roofline
 from moebudget.diagnose.verdict import LEAST_GAIN, Verdict, fit, judge, judge_shape
+from moebudget.integrations.loading import require_memory
 from moebudget.spelling import unknown
 
 ENGINES = ("none", "hf", "vllm")
@@ -85,6 +86,7 @@ def measure(
     data: str | None,
     device: str | None,
     dtype: str | None,
+    steps: int | None = None,
 ) -> dict[str, Any]:
     """Step times on this machine, the line through them, and the verdict."""
     shape = roofline(config)
@@ -95,17 +97,26 @@ def measure(
         return _row("not measured", shape, engine, batch, budget, union, [], early, None, where)
     gb_s = copy_bandwidth(torch.device(where))
     timed = _hf if engine == "hf" else _vllm
-    times, native = timed(model, sweep(shape, budget), batch, data=data, device=where, dtype=dtype)
+    many = {} if steps is None else {"steps": steps}
+    times, native = timed(model, sweep(shape, budget), batch, data=data, device=where, dtype=dtype, **many)
     union, line = native if union is None else union, fit(times)
     verdict = judge(line, shape, batch=batch, union=union, budget=budget, gb_s=gb_s)
     points = [(fetched, ms, line.at(union) / ms) for fetched, ms in times]
-    title = f"{engine}, {batch} rows: {line.a:.3f} ms + {line.b:.4f} ms an expert a layer, R² {line.r2:.3f}"
+    sign = "-" if line.b < 0 else "+"
+    title = f"{engine}, {batch} rows: {line.a:.3f} ms {sign} {abs(line.b):.4f} ms an expert a layer, R² {line.r2:.3f}"
     row = _row(title, shape, engine, batch, budget, union, points, verdict, gb_s, where)
     return {**row, "a_ms": line.a, "b_ms": line.b, "b_half_ms": line.b_half, "r2": line.r2, "native_union": native}
 
 
 def _hf(
-    model: str, budgets: Sequence[int], batch: int, *, data: str | None, device: str, dtype: str | None
+    model: str,
+    budgets: Sequence[int],
+    batch: int,
+    *,
+    data: str | None,
+    device: str,
+    dtype: str | None,
+    steps: int = 8,
 ) -> tuple[list[tuple[float, float]], float]:
     from moebudget.evaluate.report import read_windows
     from moebudget.integrations.loading import default_dtype, load_model, vocabulary
@@ -115,13 +126,20 @@ def _hf(
     text = read_windows(data, tokenizer, vocabulary(loaded), PROMPT - 1, batch, tokenizer.eos_token_id)
     if len(text) < batch:
         raise ValueError(f"{data} holds {len(text)} windows of {PROMPT} tokens, {batch} rows need as many")
-    return step_times(loaded, text.to(device), budgets)
+    return step_times(loaded, text.to(device), budgets, steps)
 
 
-def _vllm(model: str, budgets: Sequence[int], batch: int, **_: Any) -> tuple[list[tuple[float, float]], float]:
+def _vllm(
+    model: str, budgets: Sequence[int], batch: int, *, device: str, steps: int = 128, **_: Any
+) -> tuple[list[tuple[float, float]], float]:
     from moebudget.bench.decode import run_decode
 
-    rows = run_decode(model, "squared:budget=16", budgets, (batch,), tokens=128, off=False)
+    config = read_config(model)
+    if "quantization_config" not in config:
+        shape = roofline(config)
+        whole = shape.other_bytes + shape.layers * shape.experts * shape.expert_bytes
+        require_memory(whole, device, f"{model} in bf16")
+    rows = run_decode(model, "squared:budget=16", budgets, (batch,), tokens=steps, off=False)
     settings = [row for row in rows if row["bench"] == "decode"]
     return [(row["fetched"], row["tpot_ms"]) for row in settings], settings[0]["native_union"]
 

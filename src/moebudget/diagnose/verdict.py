@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -29,6 +30,11 @@ class Line:
     def at(self, fetched: float, shift: float = 0.0) -> float:
         """Milliseconds on the line, turned about the middle of the points by `shift` ms an expert."""
         return self.a + self.b * fetched + shift * (fetched - self.middle)
+
+    def gain(self, union: float, fetched: float) -> tuple[float, float]:
+        """How many times faster a step is at `fetched` than at `union` experts, and half of the 95 % interval."""
+        low, high = (self.at(union, s) / self.at(fetched, s) for s in (-self.b_half, self.b_half))
+        return self.at(union) / self.at(fetched), (high - low) / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +74,8 @@ def judge(line: Line, shape: Roofline, *, batch: int, union: float, budget: int,
     early = judge_shape(shape, batch=batch, union=union, budget=budget)
     if early is not None:
         return early
-    price, gain = shape.expert_ms(gb_s), line.at(union) / line.at(budget)
-    low, high = (line.at(union, shift) / line.at(budget, shift) for shift in (-line.b_half, line.b_half))
-    half = (high - low) / 2
+    price, (gain, half) = shape.expert_ms(gb_s), line.gain(union, budget)
+    low, high = gain - half, gain + half
     cost = f"an expert more in every layer costs {line.b:.4f} ± {line.b_half:.4f} ms, reading it {price:.4f}"
     if line.b + line.b_half < CLOSE * price or line.b + line.b_half <= 0:
         return Verdict(
@@ -78,24 +83,44 @@ def judge(line: Line, shape: Roofline, *, batch: int, union: float, budget: int,
             f"{cost}: the step is bound by something else (launches, the host, arithmetic), so fetching fewer experts "
             "saves little; capture CUDA graphs or look at a profile first",
         )
-    if line.b - line.b_half <= 0:
-        return Verdict(
-            "cannot tell", f"{cost}: the times scatter too much; repeat with more tokens on an idle machine"
-        )
-    if high < LEAST_GAIN:
+    if line.b - line.b_half <= 0 and high < LEAST_GAIN:
         return Verdict(
             "will not help",
-            f"{cost}, but {line.a:.2f} ms of the {line.at(union):.2f} do not depend on experts: {gain:.2f} times at "
-            "most",
+            f"{cost}: fetching fewer makes no difference that can be seen, and {high:.2f} times faster at most",
+        )
+    if line.b - line.b_half <= 0:
+        return Verdict(
+            "cannot tell",
+            f"{cost}: the times scatter too much; repeat on an idle machine, with more steps (--steps)",
+        )
+    most = window(line, union)
+    if high < LEAST_GAIN:
+        lower = f"a budget of {most} or fewer would gain {LEAST_GAIN:g}" if most else "the operating window is empty"
+        return Verdict(
+            "will not help",
+            f"{cost}, but {line.a:.2f} ms of the {line.at(union):.2f} do not depend on experts: {high:.2f} times at "
+            f"most; {lower}",
         )
     if low < LEAST_GAIN:
-        return Verdict("cannot tell", f"{cost}: {gain:.2f} ± {half:.2f} times; repeat with more tokens", gain, half)
+        return Verdict(
+            "cannot tell", f"{cost}: {gain:.2f} ± {half:.2f} times; repeat with more steps (--steps)", gain, half
+        )
     return Verdict(
         "will help",
-        f"{cost}; from {union:.1f} experts a layer to {budget} a step becomes {gain:.2f} ± {half:.2f} times faster",
+        f"{cost}; from {union:.1f} experts a layer to {budget} a step becomes {gain:.2f} ± {half:.2f} times faster; "
+        f"budgets up to {most} gain at least {LEAST_GAIN:g}",
         gain,
         half,
     )
+
+
+def window(line: Line, union: float) -> int | None:
+    """The largest budget below the union with which a step surely becomes LEAST_GAIN times faster; None for none."""
+    for budget in range(math.ceil(union) - 1, 0, -1):
+        gain, half = line.gain(union, budget)
+        if gain - half >= LEAST_GAIN:
+            return budget
+    return None
 
 
 def judge_shape(shape: Roofline, *, batch: int, union: float, budget: int) -> Verdict | None:
@@ -104,6 +129,12 @@ def judge_shape(shape: Roofline, *, batch: int, union: float, budget: int) -> Ve
         return Verdict(
             "will not help",
             f"one row fetches its own {shape.top_k} experts and no others; serve several requests at a time",
+        )
+    if union <= shape.top_k + 0.5:
+        return Verdict(
+            "will not help",
+            f"{batch} rows fetch {union:.1f} experts a layer, hardly more than the {shape.top_k} that each of them "
+            "wants: the operating window is empty; serve requests that differ more, or more of them",
         )
     if union <= budget:
         return Verdict(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from moebudget.calibrate.data import TokenizerLike, pack, tokenize
+from moebudget.evaluate.noise import task_noise, text_noise
+from moebudget.evaluate.paired import FEW_SAMPLES, TASKS, TEXT, Z95, Paired, paired, paired_hits, verdict
 from moebudget.evaluate.retained import retained_energy
 from moebudget.evaluate.tasks import Item, TaskResult, evaluate_tasks
 from moebudget.evaluate.text import TextResult, evaluate_text
@@ -18,9 +21,6 @@ from moebudget.integrations.families import moe_layers
 from moebudget.policy import Policy
 from moebudget.presets import dense
 from moebudget.stats import Stats
-
-Z95 = 1.96
-FEW_ITEMS = 30  # fewer independent samples than this get no interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,13 @@ class Quality:
     task_fetched: float | None
     tokens: int
     items: int
+    loss_gap: Paired | None = None  # nll - dense_nll over the windows; NaN ends below 30; None for dense itself
+    task_gap: Paired | None = None  # points of task_avg lost against dense, over the items
+    by_quarter: tuple[float, ...] = ()  # agreement in each quarter of the window
+    loss_noise: float | None = None  # band of nll under other batch compositions
+    task_noise: float | None = None  # of task_avg, points
+    batching: str = "constant"  # of the tasks; or "draining"
+    fetched_by_layer: tuple[float, ...] = ()  # on the text
 
     @property
     def delta(self) -> float:
@@ -58,6 +65,7 @@ class Quality:
             "B": self.batch,
             "policy": self.policy,
             "fetched": round(self.fetched, 4),
+            "fetched_by_layer": [round(count, 3) for count in self.fetched_by_layer],
             "native_union": round(self.native_union, 4),
             "nll": round(self.nll, 5),
             "dense_nll": round(self.dense_nll, 5),
@@ -68,12 +76,28 @@ class Quality:
             "task_fetched": _rounded(self.task_fetched, 4),
             "agreement": round(self.agreement, 3),
             "agreement_ci95": _rounded(self.agreement_half, 3),
-            "retained_energy": round(self.retained_energy, 5),
+            "retained_energy": _rounded(self.retained_energy, 5),
             "expert_mb_a_step": round(self.megabytes, 4),
             "tokens": self.tokens,
             "items": self.items,
-            "batching": "constant",
+            "batching": self.batching,
+            **_gap_fields("nll", self.loss_gap, self.loss_noise, 5),
+            **_gap_fields("task", self.task_gap, self.task_noise, 3),
+            "agreement_by_quarter": [round(a, 2) for a in self.by_quarter],
+            "verdict": None if self.loss_gap is None else verdict(self.loss_gap, TEXT),
+            "task_verdict": None if self.task_gap is None else verdict(self.task_gap, TASKS),
         }
+
+
+def _gap_fields(name: str, gap: Paired | None, noise: float | None, digits: int) -> dict[str, Any]:
+    """The interval of a difference, its samples, and the noise band, as fields of a row."""
+    return {
+        f"{name}_delta": None if gap is None else round(gap.mean, digits),
+        f"{name}_delta_low": None if gap is None else _rounded(gap.low, digits),
+        f"{name}_delta_high": None if gap is None else _rounded(gap.high, digits),
+        f"{name}_n": None if gap is None else gap.n,
+        f"{name}_noise": _rounded(noise, digits),
+    }
 
 
 def _rounded(value: float | None, digits: int) -> float | None:
@@ -82,7 +106,7 @@ def _rounded(value: float | None, digits: int) -> float | None:
 
 def half_width(samples: Tensor) -> float:
     """Half of the 95 % interval of the mean of independent samples [n] (normal); NaN for fewer than 30."""
-    if len(samples) < FEW_ITEMS:
+    if len(samples) < FEW_SAMPLES:
         return float("nan")
     return float(Z95 * samples.double().std() / len(samples) ** 0.5)
 
@@ -106,33 +130,52 @@ def evaluate(
     batch: int = 16,
     prefill: int = 1,
     retained_windows: int = 32,
+    refill: bool = True,
+    noise: bool = False,
     quiet: bool = False,
 ) -> list[Quality]:
     """Evaluate policies on the same batches; the dense model is added in front if it is not among them.
 
-    windows [n, S + 1] is held-out text; items need the tokenizer. Retained energy uses the first `retained_windows`.
+    windows [n, S + 1] is held-out text; items need the tokenizer. Retained energy uses the first `retained_windows`
+    (NaN for 0). `refill` is that of `evaluate_tasks`. `noise` runs up to four batches again, in another composition.
     """
     policies = list(policies)
     if not any(p.name == "dense" for p in policies):
         policies.insert(0, dense())
     text = evaluate_text(model, policies, stats, windows, batch=batch, prefill=prefill, quiet=quiet)
+    text_bands: list[float | None] = [None] * len(policies)
+    if noise:
+        text_bands = text_noise(model, text, stats, windows, batch=batch, prefill=prefill, quiet=quiet)
     tasks: list[TaskResult | None] = [None] * len(policies)
+    task_bands: list[float | None] = [None] * len(policies)
     if items:
         if tokenizer is None:
             raise ValueError("task items need the model's tokenizer")
-        tasks = list(
-            evaluate_tasks(model, policies, stats, items, tokenizer, batch=batch, start_id=start_id, quiet=quiet)
-        )
-    retained = retained_energy(model, policies, stats, windows[:retained_windows], batch=batch)
-    base = next(t for t in text if t.policy.name == "dense")
+        how: dict[str, Any] = {"batch": batch, "start_id": start_id, "refill": refill, "quiet": quiet}
+        answered = evaluate_tasks(model, policies, stats, items, tokenizer, **how)
+        tasks = list(answered)
+        task_bands = task_noise(model, answered, stats, items, tokenizer, **how) if noise else task_bands
+    retained = [float("nan")] * len(policies)
+    if retained_windows:
+        retained = retained_energy(model, policies, stats, windows[:retained_windows], batch=batch)
+    base = next(i for i, p in enumerate(policies) if p.name == "dense")
     size = expert_bytes(model) * len(moe_layers(model)) / 1e6
-    return [_quality(t, base, k, r, batch, size) for t, k, r in zip(text, tasks, retained, strict=True)]
+    return [
+        dataclasses.replace(
+            _quality(text[i], text[base], tasks[i], tasks[base], batch, size),
+            retained_energy=retained[i],
+            loss_noise=text_bands[i],
+            task_noise=task_bands[i],
+            batching="constant" if refill else "draining",
+        )
+        for i in range(len(policies))
+    ]
 
 
 def _quality(
-    text: TextResult, base: TextResult, tasks: TaskResult | None, retained: float, batch: int, size: float
+    text: TextResult, base: TextResult, tasks: TaskResult | None, dense: TaskResult | None, batch: int, size: float
 ) -> Quality:
-    fetched = text.counters.fetched
+    fetched, other = text.counters.fetched, text is not base
     return Quality(
         policy=text.policy.name,
         batch=batch,
@@ -144,14 +187,22 @@ def _quality(
         nll_delta_half=half_width(text.nll - base.nll),
         agreement=100 * float(text.agreement.mean()),
         agreement_half=100 * half_width(text.agreement),
-        retained_energy=retained,
+        retained_energy=float("nan"),
         tasks={} if tasks is None else tasks.accuracy,
         task_avg=None if tasks is None else tasks.average,
         task_half=None if tasks is None else tasks.half_width,
         task_fetched=None if tasks is None else tasks.counters.fetched,
         tokens=text.tokens,
         items=0 if tasks is None else len(tasks.hits),
+        loss_gap=paired(text.nll - base.nll) if other else None,
+        task_gap=None if tasks is None or dense is None or not other else _lost(tasks, dense),
+        by_quarter=tuple(100 * float(part.mean()) for part in text.by_position.chunk(4)),
+        fetched_by_layer=tuple(text.counters.fetched_by_layer),
     )
+
+
+def _lost(tasks: TaskResult, dense: TaskResult) -> Paired:
+    return paired_hits(tasks.hits, dense.hits, tasks.tasks)
 
 
 def pm(value: float, half: float | None, digits: int) -> str:
@@ -167,15 +218,18 @@ def quality_table(rows: Sequence[Quality], title: str) -> Table:
         caption="± half of a 95 % interval, paired with the dense model for the loss; none below 30 sequences",
     )
     table.add_column("policy", no_wrap=True)
-    for name in ("experts\nfetched", "MB a\nstep", "loss\nabove dense", "same token\nas dense, %", "retained\nenergy"):
+    with_tasks, with_energy = (
+        any(r.task_avg is not None for r in rows),
+        any(r.retained_energy == r.retained_energy for r in rows),
+    )
+    names = ["experts\nfetched", "MB a\nstep", "loss\nabove dense", "same token\nas dense, %"]
+    names += ["retained\nenergy"] * with_energy + ["tasks\ncorrect, %"] * with_tasks
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
-    with_tasks = any(r.task_avg is not None for r in rows)
-    if with_tasks:
-        table.add_column("tasks\ncorrect, %", justify="right", no_wrap=True)
     for r in rows:
         cells = [r.policy, f"{r.fetched:.1f}", f"{r.megabytes:.1f}"]
         cells.append(f"loss {r.nll:.3f}" if r.policy == "dense" else f"+{pm(r.delta, r.nll_delta_half, 3)}")
-        cells += [pm(r.agreement, r.agreement_half, 1), f"{r.retained_energy:.3f}"]
+        cells += [pm(r.agreement, r.agreement_half, 1), *([f"{r.retained_energy:.3f}"] if with_energy else [])]
         if with_tasks and r.task_avg is not None and r.task_half is not None:
             cells.append(pm(r.task_avg, r.task_half, 1))
         table.add_row(*cells)

@@ -120,7 +120,7 @@ def evaluate_tasks(
         bar = progress.add_task("tasks", total=len(groups) * len(policies))
         for group in groups:
             prompts, targets = [encoded[i][0] for i in group], [encoded[i][1] for i in group]
-            cache, mask = _prefill(model, prompts, device)
+            cache, mask = prefill(model, prompts, device)
             width = max(map(len, targets))
             inputs = torch.zeros(len(group), width, dtype=torch.int64)
             wanted = torch.full((len(group), width), -1)
@@ -170,7 +170,7 @@ def _length_groups(lengths: Sequence[int], chunk: int) -> list[list[int]]:
     return groups
 
 
-def _prefill(model: nn.Module, prompts: list[list[int]], device: torch.device) -> tuple[Any, Tensor]:
+def prefill(model: nn.Module, prompts: list[list[int]], device: torch.device) -> tuple[Any, Tensor]:
     """Left-padded prompts without their last token -> (filled cache, attention mask [n, P])."""
     from transformers import DynamicCache
 

@@ -29,6 +29,7 @@ class TextResult:
     policy: Policy
     nll: Tensor  # [n] float64, mean loss of a sequence in nats a token
     agreement: Tensor  # [n] float64, share of positions whose most likely token is the dense model's
+    by_position: Tensor  # [P] float64, the same by position after the prefill, over the windows
     tokens: int
     counters: Counters
 
@@ -98,8 +99,9 @@ def evaluate_text(
             total.nll.append(window_loss(logits, targets, prefill))
             best = logits.argmax(-1)
             dense_best = best if dense_best is None else dense_best  # the dense policy comes first
-            same = best == dense_best
-            total.agreement.append(same[:, prefill:].double().mean(-1).cpu())
+            same = (best == dense_best)[:, prefill:].double().cpu()
+            total.agreement.append(same.mean(-1))
+            total.by_position.append(same.sum(0))
     return [_result(p, s, windows.shape[1] - 1 - prefill) for p, s in zip(policies, sums, strict=True)]
 
 
@@ -107,6 +109,7 @@ class _Sums:
     def __init__(self) -> None:
         self.nll: list[Tensor] = []
         self.agreement: list[Tensor] = []
+        self.by_position: list[Tensor] = []
         self.counters: list[Counters] = []
 
 
@@ -114,13 +117,15 @@ def _result(policy: Policy, sums: _Sums, positions: int) -> TextResult:
     counters = sum_counters(sums.counters)
     require_active(policy, counters)
     nll = torch.cat(sums.nll)
-    return TextResult(policy, nll, torch.cat(sums.agreement), len(nll) * positions, counters)
+    by_position = torch.stack(sums.by_position).sum(0) / len(nll)
+    return TextResult(policy, nll, torch.cat(sums.agreement), by_position, len(nll) * positions, counters)
 
 
 def sum_counters(parts: Sequence[Counters]) -> Counters:
     """Add up counters of the same layers."""
     names = parts[0].totals
-    return Counters(parts[0].layers, {name: sum(p.totals[name] for p in parts) for name in names})
+    by_layer = tuple(map(sum, zip(*(p.by_layer for p in parts), strict=True)))
+    return Counters(parts[0].layers, {name: sum(p.totals[name] for p in parts) for name in names}, by_layer)
 
 
 def require_active(policy: Policy, counters: Counters) -> None:

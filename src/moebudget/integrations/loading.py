@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -32,6 +33,12 @@ def preflight(model: str) -> ModelFacts:
 
     Raises UnsupportedModelError for dense and unknown architectures, FileNotFoundError for a missing checkpoint.
     """
+    empty = skeleton(model)
+    return model_facts(moe_layers(empty), model_type(empty))
+
+
+def skeleton(model: str) -> nn.Module:
+    """The model of a checkpoint without weights, on the meta device. Raises as `preflight`."""
     transformers = transformers_module()
     try:
         config = transformers.AutoConfig.from_pretrained(model)
@@ -39,8 +46,41 @@ def preflight(model: str) -> ModelFacts:
         raise FileNotFoundError(f"no transformers model at {model!r}: {error}") from error
     require_family(config)
     with torch.device("meta"):
-        skeleton = transformers.AutoModelForCausalLM.from_config(config)
-    return model_facts(moe_layers(skeleton), model_type(skeleton))
+        empty: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return empty
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer beside a model, which does not cut documents. Raises FileNotFoundError."""
+    try:
+        tokenizer = transformers_module().AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"no tokenizer beside the model {model!r}: {error}") from error
+    tokenizer.model_max_length = int(1e9)  # documents are cut by us, not by the tokenizer
+    return tokenizer
+
+
+def require_memory(needed: float, device: str, what: str) -> None:
+    """Raise MemoryError if `needed` bytes are more than the device has, in use or not. `what` names the weights."""
+    place = torch.device(device)
+    if place.type == "cuda":
+        total = float(torch.cuda.mem_get_info(place)[1])
+    elif place.type == "cpu" and hasattr(os, "sysconf"):
+        total = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    else:
+        return
+    if needed > total:
+        raise MemoryError(
+            f"{what} does not fit: its weights take {needed / 1e9:,.1f} GB, {place} has {total / 1e9:,.1f} GB in all; "
+            "take a larger device, or `moebudget diagnose MODEL --gpu NAME` for the estimate without weights"
+        )
+
+
+def weight_bytes(empty: nn.Module, dtype: str) -> int:
+    """Bytes that the parameters of a skeleton take in memory; "auto" is the dtype that its config names."""
+    named = getattr(empty.config, "dtype", None) if dtype == "auto" else getattr(torch, dtype)
+    size = named.itemsize if isinstance(named, torch.dtype) else 2
+    return size * sum(p.numel() for p in empty.parameters())
 
 
 def load_model(model: str, *, device: str, dtype: str, stats: Stats | None = None) -> tuple[nn.Module, Any]:
@@ -49,16 +89,13 @@ def load_model(model: str, *, device: str, dtype: str, stats: Stats | None = Non
         raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {device!r} was asked for, but torch sees no GPU; use --device cpu")
-    facts = preflight(model)
+    empty = skeleton(model)
     if stats is not None:
-        stats.check(facts)
-    transformers = transformers_module()
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"no tokenizer beside the model {model!r}: {error}") from error
+        stats.check(model_facts(moe_layers(empty), model_type(empty)))
+    if getattr(empty.config, "quantization_config", None) is None:
+        require_memory(weight_bytes(empty, dtype), device, f"{model} in {dtype}")
+    transformers, tokenizer = transformers_module(), load_tokenizer(model)
     transformers.utils.logging.disable_progress_bar()
-    tokenizer.model_max_length = int(1e9)  # documents are cut by us, not by the tokenizer
     chosen = dtype if dtype == "auto" else getattr(torch, dtype)
     loaded: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=chosen).to(device).eval()
     return loaded, tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from moebudget.placement import Placement
 from moebudget.policy import Policy
 from moebudget.presets import parse
 from moebudget.runtime import Counters, LayerRouter, read_counters
+from moebudget.settings import resolve
 from moebudget.stats import ModelFacts, Stats, place, require_stats
 from moebudget.types import NO_STATS
 
@@ -192,7 +193,7 @@ def model_type(model: nn.Module) -> str:
 @contextmanager
 def attach(
     model: nn.Module,
-    policy: Policy | str,
+    policy: Policy | str | Mapping[str, Any],
     stats: Stats | None = None,
     *,
     budgets: Sequence[int] | None = None,
@@ -201,12 +202,12 @@ def attach(
 ) -> Iterator[Run]:
     """Re-route the model's decode steps by `policy` inside the `with` block; the model is itself again afterwards.
 
-    A forward pass is a decode step when it feeds one token a row on top of a filled cache and is not part of the
-    prompt of `generate`; everything else is prefill and stays bit for bit what the model computes. Rows that are fed
-    one of `finished_ids` (default: the end-of-sequence and padding tokens of the model or the `generate` call) have
-    finished: they do not vote and fetch nothing of their own. Pass `finished_ids=frozenset()` if your own loop feeds
-    such tokens within a text. Steps that feed several tokens a row (assisted generation) count as prefill unless
-    `run.decode_steps` names their rows.
+    `policy` may be a config as `moebudget tune` writes it, read from JSON. A forward pass is a decode step when it
+    feeds one token a row on top of a filled cache and is not part of the prompt of `generate`; all else is prefill and
+    stays bit for bit what the model computes. Rows that are fed one of `finished_ids` (default: the end-of-sequence
+    and padding tokens of the model or the `generate` call) have finished: they do not vote and fetch nothing of their
+    own. Pass `finished_ids=frozenset()` if your own loop feeds such tokens within a text. Steps that feed several
+    tokens a row (assisted generation) count as prefill unless `run.decode_steps` names their rows.
 
     `budgets`, one a Mixture-of-Experts layer in order, win over the policy's own. Prefill stays untouched unless
     `prefill` names a policy for it, as ExFold's `exfold_prefill:p=4`; all tokens of a forward pass that are not decode
@@ -218,7 +219,7 @@ def attach(
     Raises UnsupportedModelError, StatsError or MissingStatisticError before anything is changed, RuntimeError if the
     model is attached to already. Warns on exit if no decode step was seen.
     """
-    policy = parse(policy) if isinstance(policy, str) else policy
+    policy, stats, budgets = resolve(policy, stats, budgets)
     prefill = parse(prefill) if isinstance(prefill, str) else prefill
     if getattr(model, MARK, None) is not None:
         raise RuntimeError(

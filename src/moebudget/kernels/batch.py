@@ -26,19 +26,6 @@ def add_rows(values, rows, NP: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def voted(values, rows, NP: tl.constexpr):
-    """[NP] bool: experts at which some row has another entry than -1.
-
-    Loads float32 as `add_rows` does: in a kernel that reads smaller types the compiler lays out all tiles for them.
-    """
-    found = tl.zeros([NP], tl.int32)
-    for start in range(0, rows, STEP):
-        _, some = add_rows(values + start * NP, rows - start, NP, STEP)
-        found = tl.maximum(found, some.to(tl.int32))
-    return found > 0
-
-
-@triton.jit
 def has_below(places, limit, rows, NP: tl.constexpr):
     """[NP] bool: experts that some row holds at a place below the limit."""
     row, expert = tl.arange(0, STEP), tl.arange(0, NP)
@@ -57,7 +44,10 @@ def settle(
 ):  # fmt: skip
     """Rows that run nothing name the best expert that another row runs; counts the experts that are run."""
     expert, field, slot = tl.arange(0, NP), tl.arange(0, FIELDS), tl.arange(0, NP)
-    run = voted(runs, T, NP).to(tl.int32)
+    run = tl.zeros([NP], tl.int32)
+    for start in range(0, T, STEP):
+        _, some = add_rows(runs + start * NP, T - start, NP, STEP)
+        run = tl.maximum(run, some.to(tl.int32))
     for row in range(0, T):
         kind = tl.load(kinds + row).to(tl.int32)
         if (kind != VOTES) & (kind != KEEPS):

@@ -129,6 +129,7 @@ class FusedRouter:
         self.score = make(max_rows, padded, dtype=torch.float32)
         self.runs = make(max_rows if plan.rule == "GATE" else 0, padded, dtype=torch.float32)
         self.places = make(*self.runs.shape, dtype=torch.int8)
+        self.bits = make(max_rows, max(1, padded // 32), dtype=torch.int32)
         self.kinds = make(max_rows, dtype=torch.int8)
         self.partial = make(-(-max_rows // CHUNK), padded, dtype=torch.float64)
         self.arrivals = make(-(-max_rows // CHUNK), dtype=torch.int32)
@@ -191,19 +192,19 @@ class FusedRouter:
         shared: dict[str, Any] = {"HAS_BIAS": bias is not None, "ROUTED": routes is not None, "CHUNK": chunk}
         shared |= {"PDL": self.pdl, **self.router, **self.rule}
         bias = logits if bias is None else bias  # a pointer that is not read
+        early = {"launch_pdl": True} if self.pdl else {}
         self.score_rows[(rows, self.split)](
             logits, hidden, bias, live, slope, tensors.get("predictor_bias", self.score),
-            tensors.get("energy_mean", self.score), self.budget, self.score, self.places, self.kinds, self.partial,
-            self.arrivals, own.ids, own.weights, out.ids, out.weights, self.counters, logits.stride(0),
+            tensors.get("energy_mean", self.score), self.budget, self.score, self.places, self.bits, self.kinds,
+            self.partial, self.arrivals, own.ids, own.weights, out.ids, out.weights, self.counters, logits.stride(0),
             hidden.stride(0), slope.stride(0), rows, n,
-            D=self.hidden, BLOCK=_block(self.hidden), SPLIT=self.split, num_warps=self.warps, **shared,
+            D=self.hidden, BLOCK=_block(self.hidden), SPLIT=self.split, num_warps=self.warps, **shared, **early,
         )  # fmt: skip
-        dependent = {"launch_pdl": True} if self.pdl else {}
         self.route_rows[(rows,)](
-            logits, bias, self.budget, self.score, self.places, self.kinds, self.partial, self.arrivals, self.runs,
-            own.ids, own.weights, out.ids, out.weights, self.counters, logits.stride(0), rows, n,
+            logits, bias, self.budget, self.score, self.places, self.bits, self.kinds, self.partial, self.arrivals,
+            self.runs, own.ids, own.weights, out.ids, out.weights, self.counters, logits.stride(0), rows, n,
             ROWS=max(2, _power(-(-rows // chunk) if chunk else rows)), num_warps=self.warps,
-            **self.filling, **shared, **dependent,
+            **self.filling, **shared, **early,
         )  # fmt: skip
         return out
 

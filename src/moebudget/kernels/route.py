@@ -18,7 +18,7 @@ from moebudget.kernels.unlimited import finish_row
 
 @triton.jit
 def route_rows(
-    logits, bias, budget, score, places, kinds, partial, arrivals, runs, own_ids, own_weights, ids, weights,
+    logits, bias, budget, score, places, bits, kinds, partial, arrivals, runs, own_ids, own_weights, ids, weights,
     counters, logits_stride, T, N,
     NP: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr,
@@ -37,7 +37,7 @@ def route_rows(
         if most >= N:
             if PDL:
                 tl.extra.cuda.gdc_wait()
-            finish_row(logits, score, kinds, ids, weights, counters, logits_stride, T, N, NP, K, SIGMOID, COUNT)
+            finish_row(logits, bits, kinds, ids, weights, counters, logits_stride, T, N, NP, K, SIGMOID, COUNT)
             return
     expert, place, field = tl.arange(0, NP), tl.arange(0, NP), tl.arange(0, FIELDS)
     probs, choice, biased, _ = row_scores(

@@ -21,7 +21,7 @@ GATE: tl.constexpr = tl.constexpr(5)  # of every expert, routed to or not
 @triton.jit
 def score_rows(
     logits, hidden, bias, live, slope, offset, energy, budget,
-    score, places, kinds, partial, arrivals, own_ids, own_weights, ids, weights, counters,
+    score, places, bits, kinds, partial, arrivals, own_ids, own_weights, ids, weights, counters,
     logits_stride, hidden_stride, slope_stride, T, N,
     D: tl.constexpr, NP: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr,
@@ -37,13 +37,15 @@ def score_rows(
     score. GATE: places [t, :] int8 of the row's routes, K elsewhere. CAPS: a budget of N or more leaves nothing out.
     """
     row, part = tl.program_id(0), tl.program_id(1)
+    if PDL:  # of whatever ran before; launched early, this one saves its launch
+        tl.extra.cuda.gdc_wait()
     if CAPS:
         if tl.load(budget) >= N:
             if PDL:
                 tl.extra.cuda.gdc_launch_dependents()
             if part == 0:
                 leave_row(
-                    logits, hidden, bias, live, score, kinds, own_ids, own_weights, ids, weights, counters,
+                    logits, hidden, bias, live, bits, kinds, own_ids, own_weights, ids, weights, counters,
                     logits_stride, hidden_stride, N, D, NP, K, BLOCK, SIGMOID, HAS_BIAS, RENORMALIZE, SCALE,
                     GROUPS, OPEN, TOP2, GP, ROUTED, COUNT,
                 )  # fmt: skip

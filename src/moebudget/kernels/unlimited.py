@@ -5,20 +5,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moebudget.kernels.batch import BROKEN, FIELDS, KEEPS, PADDING, VOTES, field_of, voted
+from moebudget.kernels.batch import BROKEN, FIELDS, KEEPS, PADDING, VOTES, field_of
 from moebudget.kernels.rows import best_expert, mass_of, ordered, row_scores, slots_of, top_slots
+
+TOGETHER: tl.constexpr = tl.constexpr(64)  # rows whose bits are read at once
 
 
 @triton.jit
 def leave_row(
-    logits, hidden, bias, live, score, kinds, own_ids, own_weights, ids, weights, counters,
+    logits, hidden, bias, live, bits, kinds, own_ids, own_weights, ids, weights, counters,
     logits_stride, hidden_stride, N,
     D: tl.constexpr, NP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
     SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr,
     GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr, GP: tl.constexpr,
     ROUTED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """First launch, row t: its own ids and weights [t, K], kind and counters; score [t, :]: 0 for a vote, else -1."""
+    """First launch, row t: its own ids and weights [t, K], kind and counters; bits [t, :] of the routes that vote."""
     row = tl.program_id(0)
     expert, slot, field, column = tl.arange(0, NP), tl.arange(0, NP), tl.arange(0, FIELDS), tl.arange(0, BLOCK)
     if COUNT:
@@ -41,7 +43,9 @@ def leave_row(
     kind = tl.where((kind != PADDING) & (sound == 0), BROKEN, kind)
     voting = kind == VOTES
     tl.store(kinds + row, kind.to(tl.int8))
-    tl.store(score + row * NP + expert, tl.where(voting & route, 0.0, -1.0))
+    WIDTH: tl.constexpr = 32 if NP > 32 else NP
+    words = tl.reshape((voting & route).to(tl.int32) << (expert % WIDTH), [NP // WIDTH, WIDTH])
+    tl.store(bits + row * (NP // WIDTH) + tl.arange(0, NP // WIDTH), tl.sum(words, 1))
     if voting | (kind == KEEPS):
         if ROUTED:
             own = tl.load(own_ids + row * K + slot, mask=slot < K, other=0)
@@ -61,8 +65,25 @@ def leave_row(
 
 
 @triton.jit
+def voted_for(bits, rows, NP: tl.constexpr):
+    """[NP] bool: experts that a row's bits name; 32 experts share a word."""
+    WIDTH: tl.constexpr = 32 if NP > 32 else NP
+    words, word, row = tl.zeros([NP // WIDTH], tl.int32), tl.arange(0, NP // WIDTH), tl.arange(0, TOGETHER)
+    for start in range(0, rows, TOGETHER):
+        at = start + row
+        some = tl.load(
+            bits + at[:, None] * (NP // WIDTH) + word[None, :],
+            mask=(at < rows)[:, None],
+            other=0,
+            cache_modifier=".cg",
+        )
+        words = words | tl.reduce_or(some, 0)
+    return tl.reshape((words[:, None] >> tl.arange(0, WIDTH)[None, :]) & 1, [NP]) > 0
+
+
+@triton.jit
 def finish_row(
-    logits, score, kinds, ids, weights, counters, logits_stride, T, N,
+    logits, bits, kinds, ids, weights, counters, logits_stride, T, N,
     NP: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Second launch, row t: padding and broken rows name the best expert that a voting row runs; row 0 counts them."""
@@ -70,7 +91,7 @@ def finish_row(
     kind = tl.load(kinds + row, cache_modifier=".cg").to(tl.int32)
     idle = (kind == PADDING) | (kind == BROKEN)
     if idle | (COUNT & (row == 0)):
-        union = voted(score, T, NP)
+        union = voted_for(bits, T, NP)
         if idle:
             probs, _, _, _ = row_scores(logits + row * logits_stride, logits, N, NP, SIGMOID, False, 1, 1, False, 2)
             lone = best_expert(tl.where(probs == probs, probs, 0.0), union, NP)

@@ -11,12 +11,12 @@ from torch import nn
 
 from moebudget.integrations.vllm.board import Board
 from moebudget.integrations.vllm.checks import canary, check_layers, check_stats, router_matrix
-from moebudget.integrations.vllm.config import read_settings
 from moebudget.integrations.vllm.engine import Engine
 from moebudget.integrations.vllm.layout import UnsupportedEngineError, check_layout, check_version
 from moebudget.integrations.vllm.route import Step
 from moebudget.integrations.vllm.spec import UnsupportedRouterError
 from moebudget.presets import parse
+from moebudget.settings import read_settings
 from moebudget.stats import ModelFacts, Stats, StatsError, hash_routers
 from tests.integrations.vllm.test_route import CPURouter, make_layer
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from moebudget.integrations.vllm.config import check_slots, read_change, read_settings
+from moebudget.integrations.vllm.config import check_slots, read_change
 from moebudget.presets import parse
+from moebudget.settings import read_settings
 
 
 def settings(**given: Any) -> Any:

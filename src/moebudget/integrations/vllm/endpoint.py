@@ -13,11 +13,12 @@ from typing import Any
 import vllm
 from fastapi import FastAPI, HTTPException, Request
 
-from moebudget.integrations.vllm.config import EXAMPLE, read_change
+from moebudget.integrations.vllm.config import read_change
 from moebudget.integrations.vllm.layout import supported
 from moebudget.integrations.vllm.metrics import Gauges, agree
 from moebudget.integrations.vllm.plugin import SWITCH, switched_off
 from moebudget.presets import parse
+from moebudget.settings import EXAMPLE
 
 POLL_SECONDS = 10.0
 log = logging.getLogger("vllm.moebudget")

@@ -9,10 +9,11 @@ import torch
 
 from moebudget.integrations.vllm.board import Board
 from moebudget.integrations.vllm.checks import canary, check_layers, check_stats, fetched_bytes
-from moebudget.integrations.vllm.config import Settings, check_slots
+from moebudget.integrations.vllm.config import check_slots
 from moebudget.integrations.vllm.hook import Layer
 from moebudget.integrations.vllm.route import make_router
 from moebudget.runtime import FIELDS, Counters
+from moebudget.settings import Settings
 from moebudget.stats import Stats, load_stats
 from moebudget.types import NO_STATS
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from moebudget.integrations.vllm.board import Board, check_extra_args, decoding
-from moebudget.integrations.vllm.config import KEY, read_settings
 from moebudget.integrations.vllm.layout import check_layout, check_version
+from moebudget.settings import KEY, read_settings
 
 Method = Callable[..., Any]
 

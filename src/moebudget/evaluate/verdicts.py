@@ -1,0 +1,38 @@
+"""The table that says, a policy at a time, what its difference to the dense model is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from moebudget.evaluate.paired import TASKS, TEXT, Paired, Scale, verdict
+from moebudget.evaluate.report import Quality
+
+
+def verdict_table(rows: Sequence[Quality]) -> Table:
+    """Loss and task accuracy against dense: 95 % interval, noise of the batch composition, verdict."""
+    how = f", {rows[0].batching} batch" if rows[0].items else ""
+    table = Table(
+        title=f"against dense on the same samples{how}",
+        caption="\\[low, high] paired bootstrap, 95 %; noise: the same samples with other batch mates, 95 %; "
+        "quarters: same token as dense, %, from the first to the last quarter of the window",
+    )
+    table.add_column("policy", no_wrap=True)
+    for name in ("measure", "loss", "noise", "verdict", "quarters"):
+        table.add_column(name, no_wrap=name != "verdict")
+    for r in rows:
+        if r.loss_gap is None:
+            continue
+        quarters = " ".join(f"{a:.0f}" for a in r.by_quarter)
+        table.add_row(r.policy, "text", *_cells(r.loss_gap, r.loss_noise, TEXT), quarters)
+        if r.task_gap is not None:
+            table.add_row("", "tasks", *_cells(r.task_gap, r.task_noise, TASKS), "")
+    return table
+
+
+def _cells(gap: Paired, noise: float | None, scale: Scale) -> tuple[str, str, str]:
+    digits = scale.digits
+    interval = f"{gap.mean:+.{digits}f}"
+    interval += f" [{gap.low:+.{digits}f}, {gap.high:+.{digits}f}]" if gap.low == gap.low else ""
+    return interval, "" if noise is None else f"± {noise:.{digits}f}", verdict(gap, scale)

@@ -1,0 +1,103 @@
+"""Rows of quality, measured once: a file of them is read first, and what is measured is appended."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from moebudget import provenance
+from moebudget.evaluate.report import Quality
+from moebudget.policy import Policy
+from moebudget.presets import dense
+
+KEY = ("model_hash", "stats_hash", "dtype", "B", "text_hash", "items_hash", "length")
+Row = dict[str, Any]
+
+
+def hash_windows(windows: Tensor) -> str:
+    """Twelve hex digits over tokens [n, S + 1] and their shape."""
+    digest = hashlib.sha256(str(tuple(windows.shape)).encode())
+    digest.update(windows.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+def hash_items(items: Sequence[Any]) -> str | None:
+    """Twelve hex digits over task items; None for none."""
+    if not items:
+        return None
+    return hashlib.sha256(json.dumps([[i.task, i.prompt, i.target] for i in items]).encode()).hexdigest()[:12]
+
+
+def hash_file(path: Path | None) -> str | None:
+    """Twelve hex digits over a file's bytes; None without a file."""
+    if path is None:
+        return None
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Rows of one `setting`, the fields of KEY. A policy without statistics shares its rows between all of them."""
+
+    path: Path
+    name: str
+    setting: Row
+    stamp: Row
+    measure: Callable[[list[Policy]], list[Quality]]  # of the dense model first, then of the policies
+    measured: int = 0  # policies that were measured, not read
+    rows: list[Row] = field(default_factory=list)
+    _used: dict[str, Row] = field(default_factory=dict)
+
+    def read(self) -> None:
+        """Take what the file holds. ValueError for a line that is no JSON object."""
+        if not self.path.is_file():
+            return
+        for number, line in enumerate(self.path.read_text(encoding="utf-8").splitlines(), start=1):
+            try:
+                row = json.loads(line)
+                self.rows += [row] if row["bench"] == "tune" else []
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise ValueError(f"{self.path}, line {number}: no row of `moebudget tune` ({error})") from error
+
+    def get(self, policies: Sequence[Policy]) -> list[Row]:
+        """A row a policy, measured where none is known."""
+        missing = [p for p in policies if p.name != "dense" and self._known(p) is None]
+        if missing or any(self._known(p) is None for p in policies):
+            new = [
+                {**q.as_row(self.name), "bench": "tune", **self._key(p), **self.stamp}
+                for p, q in zip([dense(), *missing], self.measure(missing), strict=True)
+                if self._known(p) is None
+            ]
+            provenance.append_rows(self.path, new)
+            self.rows += new
+            self.measured += len(missing)
+        found = [row for p in policies for row in (self._known(p),) if row is not None]
+        self._used |= {row["policy"]: row for row in found}
+        return found
+
+    def used(self) -> list[Row]:
+        """The rows that answered so far, in the order in which they were asked for."""
+        return list(self._used.values())
+
+    def _key(self, policy: Policy) -> Row:
+        return self.setting if policy.needs else {**self.setting, "stats_hash": None}
+
+    def _known(self, policy: Policy) -> Row | None:
+        key = {**self._key(policy), "policy": policy.name}
+        return next((r for r in self.rows if all(r.get(k) == v for k, v in key.items())), None)
+
+
+def setting(
+    *, model_hash: str, stats: Path | None, dtype: str, batch: int, windows: Tensor, items: Sequence[Any]
+) -> Row:
+    """The fields that must agree for a row to be used again."""
+    values = (
+        model_hash, hash_file(stats), dtype, batch, hash_windows(windows), hash_items(items), windows.shape[1] - 1,
+    )  # fmt: skip
+    return dict(zip(KEY, values, strict=True))
