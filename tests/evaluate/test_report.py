@@ -20,7 +20,7 @@ from tests.integrations import tiny
 
 WINDOWS = tiny.prompts(7, 12, seed=5)
 POLICIES = ("topk:k=1", "base:budget=3")
-NO_GAPS: dict[str, Any] = {"loss_gap": None, "task_gap": None, "by_quarter": ()}
+NO_GAPS: dict[str, Any] = {"loss_gap": None, "task_gap": None, "by_quarter": (), "fetched_by_layer": ()}
 # What a line of benchmarks/results/quality.jsonl must hold (with the stamp's commit, command, device and versions).
 FIELDS = set(
     "bench model B policy fetched native_union nll dense_nll tasks task_avg agreement retained_energy tokens".split()
