@@ -23,7 +23,7 @@ USUAL = ("base", "topk", "plain top-k", "oea", "oea, simplified", "static", "mea
 NAMES = {
     "quality": "policies", "methods": "all methods", "compare": "comparison",
     "spread": "budgets spread over the layers", "spread_tasks": "spread budgets on tasks",
-    "spread_sizes": "spread budgets at another batch size",
+    "spread_sizes": "spread budgets at another batch size", "spread_domains": "spread budgets of another domain",
 }  # fmt: skip
 Value = Callable[[Row], Any]
 
@@ -90,7 +90,7 @@ def _draw(axis: Any, rows: Sequence[Row], x: Value, y: Value, half: Value, sign:
     if len(lines) > MOST_LABELLED:
         named = _frontier(rows, x, lambda row: sign * y(row)) | {name for name in lines if name.lower() in USUAL}
     labels, position = [], 0
-    for name, mine in sorted(lines.items(), key=lambda pair: pair[0] in named):
+    for name, mine in sorted(lines.items(), key=lambda pair: (pair[0] in named, pair[0])):
         tone = colour(name, position) if name in named else BOUND
         if name in named:
             position += tone not in (ACCENT, BOUND)
