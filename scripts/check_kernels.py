@@ -39,7 +39,8 @@ SHAPES = (  # T, N, K, d
     (16, 128, 8, 2048), (5, 60, 4, 96), (40, 256, 8, 512), (130, 160, 6, 64), (3, 512, 16, 8192), (256, 64, 6, 256),
 )  # fmt: skip
 POLICIES = (
-    "base:budget=10", "base:budget=32,fill=executed", "base:budget=6,fill=drop", "base:budget=999",
+    "base:budget=10", "base:budget=32,fill=executed", "base:budget=24,fill=half", "base:budget=6,fill=drop",
+    "base:budget=999",
     "squared:budget=12", "static:budget=8", "router_mass:budget=9", "oea:k0=1", "xshare:k0=1,m=8",
 )  # fmt: skip
 TIE = 1e-6  # sums closer than this, relative, are equal up to the rounding of float32 weights

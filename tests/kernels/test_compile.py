@@ -37,7 +37,7 @@ print("compiled")
 SETTINGS = {
     "NP": 64, "K": 4, "ROWS": 16, "CHUNK": 0, "D": 512, "SPLIT": 4, "BLOCK": 512, "SIGMOID": False, "HAS_BIAS": False,
     "RENORMALIZE": True, "SCALE": 1.0, "GROUPS": 1, "OPEN": 1, "TOP2": False, "GP": 2, "RULE": 0, "K0": 1,
-    "CAPS": True, "ADDITIVE": True, "DROP": False, "EXECUTED": False, "ROUTED": True, "COUNT": True, "PDL": True,
+    "CAPS": True, "ADDITIVE": True, "DROP": False, "DENOMINATOR": 0, "ROUTED": True, "COUNT": True, "PDL": True,
 }  # fmt: skip
 GROUPED = {"SIGMOID": True, "HAS_BIAS": True, "GROUPS": 4, "OPEN": 2, "TOP2": True, "GP": 4, "SCALE": 2.5}
 
@@ -47,7 +47,7 @@ GROUPED = {"SIGMOID": True, "HAS_BIAS": True, "GROUPS": 4, "OPEN": 2, "TOP2": Tr
     [
         {},
         {**GROUPED, "CHUNK": 32, "ROUTED": False, "DROP": True},
-        {"RULE": 1, "SPLIT": 1, "EXECUTED": True, "PDL": False},
+        {"RULE": 1, "SPLIT": 1, "DENOMINATOR": 2, "PDL": False},
         {"RULE": 4, "SPLIT": 1, "CAPS": False, "RENORMALIZE": False},
         {"RULE": 5, "SPLIT": 1, "ADDITIVE": False, "CAPS": False},
     ],

@@ -25,6 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 CASES = [
     *((kind, (4, 12, 3), "base:budget=5") for kind in KINDS),
     *((kind, (4, 12, 3), "squared:budget=4,fill=executed") for kind in KINDS),
+    *((kind, (4, 12, 3), "base:budget=4,fill=half") for kind in KINDS),
+    ("softmax_renorm", (5, 12, 3), "spread:budget=4"),
+    ("sigmoid_bias", (5, 12, 3), "spread:budget=11,fill=original"),
     ("softmax_renorm", (1, 8, 2), "base:budget=1"),
     ("softmax_renorm", (5, 60, 8), "base:budget=10,fill=drop"),
     ("softmax", (5, 60, 4), "static:budget=6"),
@@ -208,6 +211,17 @@ def test_second_step_sees_what_the_first_left_behind() -> None:
     check(router, first, parse("base:budget=2"))
 
 
+def test_average_is_taken_for_the_budget_of_the_layer() -> None:
+    problem, table = make_problem("softmax_renorm", 4, 12, 3), torch.tensor([3, 1, *range(3, 13)])
+    uneven = dataclasses.replace(problem, stats=LayerStats({**problem.stats, "layer_budget": table}))
+    router = router_of(uneven, parse("spread:budget=2,fill=original"))
+    assert run(router, uneven).ids.unique().numel() == 1
+    router.set_budget(1)
+    assert run(router, uneven).ids.unique().numel() == 3
+    router.set_budget(99)
+    check(router, uneven, parse("base:budget=12"))
+
+
 def test_strided_and_half_precision_inputs_are_read_as_contiguous_float32() -> None:
     problem = make_problem("softmax_renorm", 4, 12, 3)
     half = dataclasses.replace(
@@ -227,7 +241,7 @@ def test_strided_and_half_precision_inputs_are_read_as_contiguous_float32() -> N
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_policy_without_a_kernel_does_not_name_its_piece(name: str) -> None:
-    fused = {"router_mass", "squared", "static", "base", "oea", "xshare", "moe_spec"}
+    fused = {"router_mass", "squared", "static", "base", "oea", "xshare", "moe_spec", "spread"}
     policy = parse(EXAMPLES[name])
     if name in fused:
         assert lower(policy).has_budget == (name != "oea")
@@ -242,9 +256,8 @@ def test_policy_without_a_kernel_does_not_name_its_piece(name: str) -> None:
     [
         ("base:budget=4,fill=substitute", "fill"),
         ("base:budget=4,fill=preserved", "fill"),
-        ("base:budget=4,fill=half", "fill"),
         ("base:budget=4,relative=1", "score Relative"),
-        ("spread:budget=4,fill=original", "selection LayerBudget"),
+        ("spread:budget=4,floor=yes", "selection LayerBudget"),
         ("price:budget=4,fill=original", "selection Price"),
         ("oea:k0=1,p=0.5", "RouteRank with p=0.5"),
         ("oea:k0=1,k_max=4", "fill"),

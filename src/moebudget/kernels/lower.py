@@ -10,20 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moebudget.fill import Backfill, Drop
+from moebudget.fill import Backfill, Denominator, Drop
 from moebudget.policy import Policy
 from moebudget.rival_scores import GateMass
 from moebudget.rival_selects import WarmUp
 from moebudget.router import RouterSpec
 from moebudget.runtime import FIELDS
 from moebudget.score import PredictedEnergy, RouteRank, RouterMass, SquaredWeight, StaticEnergy
-from moebudget.select import TopBudget, Voted
+from moebudget.select import LayerBudget, TopBudget, Voted, at_average
 from moebudget.types import NO_STATS, LayerStats, Routing
 
 RULES: dict[type, str] = {  # names in `route`
     PredictedEnergy: "BASE", SquaredWeight: "SQUARED", StaticEnergy: "STATIC", RouterMass: "MASS", RouteRank: "RANK",
     GateMass: "GATE",
 }  # fmt: skip
+DENOMINATORS: tuple[Denominator, ...] = ("original", "executed", "half")
 MOST_EXPERTS, MOST_ROUTES = 512, 16
 CHUNK = 16  # rows that the first launch adds up together, where there are more
 WIDE = 1024  # programs of the first launch from which it adds up twice as many
@@ -36,14 +37,18 @@ class NotFusedError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """What the kernels are compiled for. `most`: the budget, or how many experts come on top of the warm-up set."""
+    """What the kernels are compiled for. `most`: the budget, or how many experts come on top of the warm-up set.
+
+    `average`: the budget is one a layer on average, and the layer's own stands in the statistic `layer_budget`.
+    """
 
     rule: str
     k0: int
     most: int | Tensor
     drop: bool
-    executed: bool
+    denominator: str
     has_budget: bool
+    average: bool = False
     additive: bool = True
 
 
@@ -55,16 +60,19 @@ def lower(policy: Policy, spec: RouterSpec | None = None) -> Lowered:
         raise NotFusedError(f"{policy}: no kernel for the score {type(score).__name__}")
     if isinstance(score, RouteRank) and score.p < 1:
         raise NotFusedError(f"{policy}: no kernel for the score RouteRank with p={score.p:g} below 1")
-    if fill not in (Backfill("original"), Backfill("executed"), Drop()):
+    if fill not in (*map(Backfill, DENOMINATORS), Drop()):
         raise NotFusedError(f"{policy}: no kernel for the fill {fill}")
     if spec is not None and (spec.num_experts > MOST_EXPERTS or spec.top_k > MOST_ROUTES):
         raise NotFusedError(
             f"{spec.num_experts} experts and {spec.top_k} routes a token exceed the kernels' {MOST_EXPERTS} and "
             f"{MOST_ROUTES}"
         )
-    plan = partial(Lowered, rule, drop=fill == Drop(), executed=fill == Backfill("executed"))
+    denominator = fill.denominator if isinstance(fill, Backfill) else "original"
+    plan = partial(Lowered, rule, drop=fill == Drop(), denominator=denominator)
     if isinstance(select, TopBudget):
         return plan(k0=score.k0 if isinstance(score, RouteRank) else 0, most=select.budget, has_budget=True)
+    if isinstance(select, LayerBudget) and not select.floor:
+        return plan(k0=0, most=select.budget, has_budget=True, average=True)
     if isinstance(select, Voted) and isinstance(score, RouteRank):
         return plan(k0=score.k0, most=NO_LIMIT, has_budget=False)
     if isinstance(select, WarmUp) and isinstance(score, GateMass) and not select.m_request:
@@ -125,7 +133,8 @@ class FusedRouter:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         self.budget = make(1, dtype=torch.int32)
-        self.budget.copy_(torch.as_tensor(plan.most).reshape(1))
+        self.average = plan.average
+        self._write(plan.most)
         self.score = make(max_rows, padded, dtype=torch.float32)
         self.runs = make(max_rows if plan.rule == "GATE" else 0, padded, dtype=torch.float32)
         self.places = make(*self.runs.shape, dtype=torch.int8)
@@ -147,7 +156,8 @@ class FusedRouter:
             "CAPS": plan.has_budget and plan.rule != "GATE",
         }  # fmt: skip
         self.split = k if plan.rule == "BASE" else 1
-        self.filling = {"DROP": plan.drop, "EXECUTED": plan.executed, "ADDITIVE": plan.additive}
+        denominator = getattr(second, plan.denominator.upper()).value
+        self.filling = {"DROP": plan.drop, "DENOMINATOR": denominator, "ADDITIVE": plan.additive}
         self.warps = 1 if padded <= 128 else 2  # of one row: reductions across warps cost more than they save
 
     @property
@@ -157,7 +167,12 @@ class FusedRouter:
 
     def set_budget(self, budget: int) -> None:
         """Change the budget from the next call or replay on; in the stream of the calls, so that no step sees both."""
-        self.budget.fill_(self.policy.checked_budget(budget))
+        self._write(self.policy.checked_budget(budget))
+
+    def _write(self, budget: int | Tensor) -> None:
+        if self.average:
+            budget = at_average(self.stats["layer_budget"], budget)
+        self.budget.copy_(torch.as_tensor(budget).reshape(1))
 
     def __call__(
         self,

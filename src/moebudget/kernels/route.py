@@ -15,6 +15,11 @@ from moebudget.kernels.rows import TINY, agree, best_expert, by_key, largest, ma
 from moebudget.kernels.score import GATE
 from moebudget.kernels.unlimited import finish_row
 
+# What a row's router scores are divided by, in models that do: their sum over its routes, over what runs, or both.
+ORIGINAL: tl.constexpr = tl.constexpr(0)
+EXECUTED: tl.constexpr = tl.constexpr(1)
+HALF: tl.constexpr = tl.constexpr(2)
+
 
 @triton.jit
 def route_rows(
@@ -24,7 +29,7 @@ def route_rows(
     SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr,
     GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr, GP: tl.constexpr,
     RULE: tl.constexpr, K0: tl.constexpr, ADDITIVE: tl.constexpr, CAPS: tl.constexpr,
-    DROP: tl.constexpr, EXECUTED: tl.constexpr, ROUTED: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
+    DROP: tl.constexpr, DENOMINATOR: tl.constexpr, ROUTED: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program t: the batch's active set, then ids [t, K], weights [t, K] float32 and counters of row t.
 
@@ -94,9 +99,11 @@ def route_rows(
     scale = SCALE
     if RENORMALIZE:
         divisor = mass
-        if EXECUTED:
+        if DENOMINATOR != ORIGINAL:
             ran_mass = tl.where(rescued, alone, tl.sum(tl.where(used, ranked, 0.0), 0))
             divisor = tl.maximum(tl.where(keeps, mass, ran_mass), TINY)
+            if DENOMINATOR == HALF:
+                divisor = tl.sqrt(mass) * tl.sqrt(divisor)
         scale = scale / divisor
     empty = own & ((allowed == 0) if DROP else (place >= count))
     rest = tl.where(kind == BROKEN, float("nan"), tl.where(rescued & (place == 0), alone * scale, 0.0))
