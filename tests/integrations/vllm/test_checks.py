@@ -13,11 +13,13 @@ from moebudget.integrations.vllm.board import Board
 from moebudget.integrations.vllm.checks import canary, check_layers, check_stats, router_matrix
 from moebudget.integrations.vllm.engine import Engine
 from moebudget.integrations.vllm.layout import UnsupportedEngineError, check_layout, check_version
-from moebudget.integrations.vllm.route import Step
+from moebudget.integrations.vllm.route import Step, make_router
 from moebudget.integrations.vllm.spec import UnsupportedRouterError
 from moebudget.presets import parse
 from moebudget.settings import read_settings
 from moebudget.stats import ModelFacts, Stats, StatsError, hash_routers
+from moebudget.types import LayerStats
+from tests.conftest import make_problem
 from tests.integrations.vllm.test_route import CPURouter, make_layer
 
 ALONE = {
@@ -133,6 +135,22 @@ def test_canary_dies_of_a_sound_layer(text: str) -> None:
     board = Board(32, "cpu")
     canary(probed(make_layer(board)), board, parse(text), torch.bfloat16)
     assert board.rows.unique().tolist() == [2]
+
+
+def test_canary_dies_of_a_layer_with_more_than_its_average() -> None:
+    board, policy = Board(32, "cpu"), parse("spread:budget=4")
+    layer, table = probed(make_layer(board)), torch.full((16,), 3)
+    stats = LayerStats({**make_problem("softmax", 1, 16, 4).stats, "layer_budget": table})
+
+    def route() -> None:
+        made = make_router(policy, layer.spec, stats, hidden=6, max_rows=32, device=torch.device("cpu"))
+        layer.activate(made, board)
+        canary(layer, board, policy, torch.float32)
+
+    route()
+    table.fill_(16)  # an allocation that leaves nothing out at any average
+    with pytest.raises(RuntimeError, match="restricting the layer did not change its routing"):
+        route()
 
 
 def test_canary_survives_a_router_that_is_bypassed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from moebudget.integrations.vllm.layout import UnsupportedEngineError
 from moebudget.integrations.vllm.spec import selection_bias
 from moebudget.policy import Policy
 from moebudget.router import RouterSpec
+from moebudget.select import LayerBudget, TopBudget
 from moebudget.stats import ModelFacts, Stats, StatsError, hash_routers
 from moebudget.types import Routing
 
@@ -112,8 +113,12 @@ def canary(layer: Layer, board: Board, policy: Policy, dtype: torch.dtype) -> No
         weights, ids = routed()
         rows.fill_(KEEPS)
     used, native = (set(i[w != 0].tolist()) for i, w in ((ids, weights), (own_ids, own_weights)))
-    fine = len(used) == 1 if policy.budget is not None else len(used) > 0
-    if layer.calls == calls or not fine:
+    most = layer.spec.num_experts
+    if isinstance(policy.select, TopBudget):
+        most = 1
+    elif isinstance(policy.select, LayerBudget):  # the layer's own number for an average of 1
+        most = len(native) - 1
+    if layer.calls == calls or not 1 <= len(used) <= most:
         raise RuntimeError(
             f"{layer.name}: restricting the layer did not change its routing ({len(used)} experts used, "
             f"{len(native)} without), so no budget would hold"
