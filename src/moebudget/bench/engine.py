@@ -144,11 +144,12 @@ def _counts(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict
     pairs = list(zip(before["per_layer"], after["per_layer"], strict=True))
     change = {name: [b[name] - a[name] for a, b in pairs] for name in ("steps", "fetched", "native_union")}
     steps = sum(change["steps"])
+    by_layer = tuple(f / s for f, s in zip(change["fetched"], change["steps"], strict=True))
     return {
         "fetched": sum(change["fetched"]) / steps,
         "native_union": sum(change["native_union"]) / steps,
-        "most": max(f / s for f, s in zip(change["fetched"], change["steps"], strict=True)),
-        "by_layer": tuple(f / s for f, s in zip(change["fetched"], change["steps"], strict=True)),
+        "most": max(by_layer),
+        "by_layer": by_layer,
         "path": after["path"],
         "expert_bytes": after["fetched_bytes_per_expert"],
         "layers": len(pairs),

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from moebudget.integrations.families import model_facts, moe_layers, require_family
-from moebudget.integrations.transformers import model_type
+from moebudget.integrations.families import require_family
+from moebudget.integrations.transformers import facts_of
 from moebudget.stats import ModelFacts, Stats
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -33,8 +33,7 @@ def preflight(model: str) -> ModelFacts:
 
     Raises UnsupportedModelError for dense and unknown architectures, FileNotFoundError for a missing checkpoint.
     """
-    empty = skeleton(model)
-    return model_facts(moe_layers(empty), model_type(empty))
+    return facts_of(skeleton(model))
 
 
 def skeleton(model: str) -> nn.Module:
@@ -91,7 +90,7 @@ def load_model(model: str, *, device: str, dtype: str, stats: Stats | None = Non
         raise ValueError(f"device {device!r} was asked for, but torch sees no GPU; use --device cpu")
     empty = skeleton(model)
     if stats is not None:
-        stats.check(model_facts(moe_layers(empty), model_type(empty)))
+        stats.check(facts_of(empty))
     if getattr(empty.config, "quantization_config", None) is None:
         require_memory(weight_bytes(empty, dtype), device, f"{model} in {dtype}")
     transformers, tokenizer = transformers_module(), load_tokenizer(model)

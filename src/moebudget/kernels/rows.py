@@ -153,6 +153,17 @@ def row_scores(
 
 
 @triton.jit
+def residue(values, D: tl.constexpr, BLOCK: tl.constexpr):
+    """[BLOCK] float32 whose sum is 0 if all D values at a pointer are finite, NaN if not: x * 0 is NaN then."""
+    column = tl.arange(0, BLOCK)
+    found = tl.zeros([BLOCK], tl.float32)
+    for start in tl.static_range(0, D, BLOCK):
+        at = start + column
+        found += tl.load(values + at, mask=at < D, other=0.0).to(tl.float32) * 0.0
+    return found
+
+
+@triton.jit
 def mass_of(probs, chosen):
     """The sum of the chosen probs, never 0."""
     return tl.maximum(tl.sum(tl.where(chosen, probs, 0.0), 0), TINY)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from moebudget.kernels.batch import BROKEN, PADDING, VOTES, add_rows
-from moebudget.kernels.rows import TINY, mass_of, ordered, places_of, row_scores, slots_of, top_slots
+from moebudget.kernels.rows import TINY, mass_of, ordered, places_of, residue, row_scores, slots_of, top_slots
 from moebudget.kernels.unlimited import leave_row
 
 # Score rules that are fused.
@@ -70,7 +70,7 @@ def score_rows(
         if RENORMALIZE:
             weight = probs / mass_of(probs, place < K) * SCALE
     route = place < K
-    nonzero = tl.zeros([BLOCK], tl.float32)  # x * 0 is NaN where x is not finite
+    nonzero = tl.zeros([BLOCK], tl.float32)  # as `residue`
     if RULE == BASE:
         for turn in tl.static_range(0, (K + SPLIT - 1) // SPLIT):
             mine = part + turn * SPLIT
@@ -96,9 +96,7 @@ def score_rows(
         if part == 0:
             tl.store(score + row * NP + expert, tl.full([NP], -1.0, tl.float32), mask=place >= K)
     else:
-        for start in tl.static_range(0, D, BLOCK):
-            at = start + column
-            nonzero += tl.load(hidden + row * hidden_stride + at, mask=at < D, other=0.0).to(tl.float32) * 0.0
+        nonzero = residue(hidden + row * hidden_stride, D, BLOCK)
         voting = (kind == VOTES) & finite & (tl.sum(nonzero, 0) == 0)
         scored, value = route, weight
         if RULE == SQUARED:

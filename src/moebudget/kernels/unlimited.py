@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from moebudget.kernels.batch import BROKEN, FIELDS, KEEPS, PADDING, VOTES, field_of
-from moebudget.kernels.rows import best_expert, mass_of, ordered, row_scores, slots_of, top_slots
+from moebudget.kernels.rows import best_expert, mass_of, ordered, residue, row_scores, slots_of, top_slots
 
 TOGETHER: tl.constexpr = tl.constexpr(64)  # rows whose bits are read at once
 
@@ -22,13 +22,10 @@ def leave_row(
 ):  # fmt: skip
     """First launch, row t: its own ids and weights [t, K], kind and counters; bits [t, :] of the routes that vote."""
     row = tl.program_id(0)
-    expert, slot, field, column = tl.arange(0, NP), tl.arange(0, NP), tl.arange(0, FIELDS), tl.arange(0, BLOCK)
+    expert, slot, field = tl.arange(0, NP), tl.arange(0, NP), tl.arange(0, FIELDS)
     if COUNT:
         before = tl.load(counters + row * FIELDS + field)
-    nonzero = tl.zeros([BLOCK], tl.float32)  # x * 0 is NaN where x is not finite
-    for start in tl.static_range(0, D, BLOCK):
-        at = start + column
-        nonzero += tl.load(hidden + row * hidden_stride + at, mask=at < D, other=0.0).to(tl.float32) * 0.0
+    nonzero = residue(hidden + row * hidden_stride, D, BLOCK)
     kind = tl.load(live + row).to(tl.int32)
     probs, choice, _, finite = row_scores(
         logits + row * logits_stride, bias, N, NP, SIGMOID, HAS_BIAS, GROUPS, OPEN, TOP2, GP
