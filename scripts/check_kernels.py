@@ -20,12 +20,14 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 from moebudget import provenance
+from moebudget.bench.routing import prices
 from moebudget.kernels import FusedRouter
 from moebudget.policy import Policy
 from moebudget.presets import parse
 from moebudget.router import RouterSpec
 from moebudget.runtime import count_step
-from moebudget.select import TopBudget, demand, largest_first
+from moebudget.score import PredictedEnergy
+from moebudget.select import LayerBudget, Price, TopBudget, at_average, demand, largest_first
 from moebudget.types import LayerStats, RouterBatch, Routing
 
 KINDS = {
@@ -40,7 +42,7 @@ SHAPES = (  # T, N, K, d
 )  # fmt: skip
 POLICIES = (
     "base:budget=10", "base:budget=32,fill=executed", "base:budget=24,fill=half", "base:budget=6,fill=drop",
-    "base:budget=999",
+    "base:budget=999", "spread:budget=9", "price:budget=11",
     "squared:budget=12", "static:budget=8", "router_mass:budget=9", "oea:k0=1", "xshare:k0=1,m=8",
 )  # fmt: skip
 TIE = 1e-6  # sums closer than this, relative, are equal up to the rounding of float32 weights
@@ -70,13 +72,21 @@ def poisoned(t: int, k: int) -> Routing:
 
 
 def ties(policy: Policy, batch: RouterBatch, stats: LayerStats) -> bool:
-    """Whether the last sum that is kept and the first that is not are equal up to rounding, so that either may be."""
-    if not isinstance(policy.select, TopBudget):
+    """Whether the last sum that is kept and the first that is not are equal up to rounding, so that either may be.
+
+    Of a price: whether some sum is equal to it.
+    """
+    select = policy.select
+    if not isinstance(select, TopBudget | LayerBudget | Price):
         return False
     sums = largest_first(*demand(policy.score(batch, stats), batch)).values
-    if sums.shape[0] <= int(policy.select.budget) or sums[int(policy.select.budget)] == -torch.inf:
+    if isinstance(select, Price):
+        price = at_average(stats["layer_price"], select.budget)
+        return bool(((sums - price).abs() <= TIE * price).any())
+    budget = int(select.budget if isinstance(select, TopBudget) else at_average(stats["layer_budget"], select.budget))
+    if sums.shape[0] <= budget or sums[budget] == -torch.inf:
         return False
-    kept, left = sums[int(policy.select.budget) - 1], sums[int(policy.select.budget)]
+    kept, left = sums[budget - 1], sums[budget]
     return bool(kept - left <= TIE * kept)
 
 
@@ -85,13 +95,15 @@ def check(case: tuple[int, tuple[int, int, int, int], str, str], turns: int) -> 
     number, (t, n, k, d), kind, text = case
     spec, policy, dtype = RouterSpec(n, k, **KINDS[kind]), parse(text), DTYPES[number % 3]
     g = torch.Generator("cuda").manual_seed(7)
-    stats = LayerStats(
-        {
-            "predictor_weight": torch.randn(n, d, generator=g, device="cuda"),
-            "predictor_bias": torch.randn(n, generator=g, device="cuda"),
-            "energy_mean": torch.randn(n, generator=g, device="cuda").exp(),
-        }
-    )
+    made = {
+        "predictor_weight": torch.randn(n, d, generator=g, device="cuda"),
+        "predictor_bias": torch.randn(n, generator=g, device="cuda"),
+        "energy_mean": torch.randn(n, generator=g, device="cuda").exp(),
+    }
+    hidden, logits, live, bias = make(spec, t, d, 0, spec.scoring == "sigmoid", dtype)
+    first = PredictedEnergy()(spec(hidden, logits, bias=bias, live=live), LayerStats(made))
+    table = torch.randint(1, n, (n,), generator=g, device="cuda")
+    stats = LayerStats({**made, "layer_budget": table, "layer_price": prices(first.sum(0, dtype=torch.float64))})
     router = FusedRouter(policy, spec, stats, hidden=d, max_rows=t, device="cuda")
     given = FusedRouter(policy, spec, stats, hidden=d, max_rows=t, device="cuda", count=False)
     other, tied, worst, counts = 0, 0, 0.0, torch.zeros(10, dtype=torch.float64, device="cuda")

@@ -28,6 +28,9 @@ CASES = [
     *((kind, (4, 12, 3), "base:budget=4,fill=half") for kind in KINDS),
     ("softmax_renorm", (5, 12, 3), "spread:budget=4"),
     ("sigmoid_bias", (5, 12, 3), "spread:budget=11,fill=original"),
+    *((kind, (5, 12, 3), "price:budget=3") for kind in KINDS),
+    ("softmax_renorm", (19, 16, 2), "price:budget=6,fill=original"),
+    ("softmax", (4, 12, 3), "price:budget=12"),  # a price below every sum
     ("softmax_renorm", (1, 8, 2), "base:budget=1"),
     ("softmax_renorm", (5, 60, 8), "base:budget=10,fill=drop"),
     ("softmax", (5, 60, 4), "static:budget=6"),
@@ -222,6 +225,17 @@ def test_average_is_taken_for_the_budget_of_the_layer() -> None:
     check(router, uneven, parse("base:budget=12"))
 
 
+def test_price_of_an_average_is_not_that_of_the_layer() -> None:
+    problem = make_problem("softmax_renorm", 4, 12, 3)
+    sums = problem.policy("base:budget=M").score(problem.batch, problem.stats).sum(0).sort(descending=True).values
+    table = torch.tensor([2 * sums[0], (sums[2] + sums[3]) / 2, *[0.0] * 9, -math.inf])
+    priced = dataclasses.replace(problem, stats=LayerStats({**problem.stats, "layer_price": table}))
+    router = router_of(priced, parse("price:budget=1,fill=original"))
+    for average, fetched in ((1, 1), (2, 3), (12, 12)):  # above every sum the largest stays
+        router.set_budget(average)
+        check(router, priced, parse(f"base:budget={fetched}"))
+
+
 def test_strided_and_half_precision_inputs_are_read_as_contiguous_float32() -> None:
     problem = make_problem("softmax_renorm", 4, 12, 3)
     half = dataclasses.replace(
@@ -241,7 +255,7 @@ def test_strided_and_half_precision_inputs_are_read_as_contiguous_float32() -> N
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_policy_without_a_kernel_does_not_name_its_piece(name: str) -> None:
-    fused = {"router_mass", "squared", "static", "base", "oea", "xshare", "moe_spec", "spread"}
+    fused = {"router_mass", "squared", "static", "base", "oea", "xshare", "moe_spec", "spread", "price"}
     policy = parse(EXAMPLES[name])
     if name in fused:
         assert lower(policy).has_budget == (name != "oea")
@@ -258,7 +272,8 @@ def test_policy_without_a_kernel_does_not_name_its_piece(name: str) -> None:
         ("base:budget=4,fill=preserved", "fill"),
         ("base:budget=4,relative=1", "score Relative"),
         ("spread:budget=4,floor=yes", "selection LayerBudget"),
-        ("price:budget=4,fill=original", "selection Price"),
+        ("price:budget=4,floor=yes", "selection Price"),
+        ("price:budget=4,ceiling=9", "selection Price"),
         ("oea:k0=1,p=0.5", "RouteRank with p=0.5"),
         ("oea:k0=1,k_max=4", "fill"),
         ("xshare:k0=1,m=2,m_request=1", "WarmUp.*m_request=1"),

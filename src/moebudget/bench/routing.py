@@ -15,6 +15,7 @@ from moebudget.kernels import FusedRouter
 from moebudget.policy import Policy
 from moebudget.presets import parse
 from moebudget.router import RouterSpec
+from moebudget.score import PredictedEnergy
 from moebudget.types import LayerStats, Routing
 
 ROWS, POLICIES = (1, 8, 16, 32, 64, 128), ("base:budget={M}",)  # what is timed unless told otherwise
@@ -81,8 +82,17 @@ def make_inputs(shape: Shape, rows: int, device: str, layers: int, dtype: torch.
         }
         live = torch.ones(rows, dtype=torch.bool, device=device)
         bias = normal(n) * 0.1 if shape.bias else None
+        batch = shape.spec(hidden, logits, bias=bias, live=live)
+        costs = PredictedEnergy()(batch, LayerStats(stats)).sum(0, dtype=torch.float64)
+        stats |= {"layer_budget": torch.arange(1, n + 1, device=device), "layer_price": prices(costs)}
         made.append(Inputs(hidden, logits, live, bias, LayerStats(stats)))
     return made
+
+
+def prices(costs: Tensor) -> Tensor:
+    """[N] from the experts' removal costs [N]: the price at which 1 to N of them are fetched, as `Price` reads it."""
+    falling = costs.sort(descending=True).values
+    return torch.cat([(falling[1:] + falling[:-1]) / 2, falling.new_full((1,), -torch.inf)])
 
 
 def graph_us(calls: Sequence[Callable[[], Any]], replays: int = REPLAYS) -> float:

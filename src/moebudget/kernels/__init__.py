@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from moebudget.kernels.lower import FusedRouter, Lowered, NotFusedError, lower
+from moebudget.kernels.fused import FusedRouter
+from moebudget.kernels.lower import Lowered, NotFusedError, lower
 
 __all__ = ["FusedRouter", "Lowered", "NotFusedError", "lower"]

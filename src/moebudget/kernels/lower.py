@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from moebudget.fill import Backfill, Denominator, Drop
@@ -15,10 +12,8 @@ from moebudget.policy import Policy
 from moebudget.rival_scores import GateMass
 from moebudget.rival_selects import WarmUp
 from moebudget.router import RouterSpec
-from moebudget.runtime import FIELDS
 from moebudget.score import PredictedEnergy, RouteRank, RouterMass, SquaredWeight, StaticEnergy
-from moebudget.select import LayerBudget, TopBudget, Voted, at_average
-from moebudget.types import NO_STATS, LayerStats, Routing
+from moebudget.select import LayerBudget, Price, TopBudget, Voted
 
 RULES: dict[type, str] = {  # names in `route`
     PredictedEnergy: "BASE", SquaredWeight: "SQUARED", StaticEnergy: "STATIC", RouterMass: "MASS", RouteRank: "RANK",
@@ -26,8 +21,6 @@ RULES: dict[type, str] = {  # names in `route`
 }  # fmt: skip
 DENOMINATORS: tuple[Denominator, ...] = ("original", "executed", "half")
 MOST_EXPERTS, MOST_ROUTES = 512, 16
-CHUNK = 16  # rows that the first launch adds up together, where there are more
-WIDE = 1024  # programs of the first launch from which it adds up twice as many
 NO_LIMIT = 2**30
 
 
@@ -39,7 +32,8 @@ class NotFusedError(ValueError):
 class Lowered:
     """What the kernels are compiled for. `most`: the budget, or how many experts come on top of the warm-up set.
 
-    `average`: the budget is one a layer on average, and the layer's own stands in the statistic `layer_budget`.
+    `average`: the budget is one a layer on average, and the layer's own stands in the statistic `layer_budget`;
+    `priced`: the price at which the layer fetches it stands in `layer_price`.
     """
 
     rule: str
@@ -49,6 +43,7 @@ class Lowered:
     denominator: str
     has_budget: bool
     average: bool = False
+    priced: bool = False
     additive: bool = True
 
 
@@ -73,182 +68,10 @@ def lower(policy: Policy, spec: RouterSpec | None = None) -> Lowered:
         return plan(k0=score.k0 if isinstance(score, RouteRank) else 0, most=select.budget, has_budget=True)
     if isinstance(select, LayerBudget) and not select.floor:
         return plan(k0=0, most=select.budget, has_budget=True, average=True)
+    if isinstance(select, Price) and not select.floor and select.ceiling is None:
+        return plan(k0=0, most=select.budget, has_budget=True, priced=True)
     if isinstance(select, Voted) and isinstance(score, RouteRank):
         return plan(k0=score.k0, most=NO_LIMIT, has_budget=False)
     if isinstance(select, WarmUp) and isinstance(score, GateMass) and not select.m_request:
         return plan(k0=select.k0, most=select.m, has_budget=True, additive=select.additive)
     raise NotFusedError(f"{policy}: no kernel for the selection {select} by {type(score).__name__}")
-
-
-def _kernels() -> tuple[ModuleType, ModuleType]:
-    """The modules of both launches; ImportError that names the extra without Triton."""
-    try:
-        from moebudget.kernels import route, score
-    except ImportError as error:
-        raise ImportError("the fused kernels need Triton: pip install 'moebudget[kernels]'") from error
-    return score, route
-
-
-def _power(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
-
-
-def _block(width: int) -> int:
-    """Columns that one warp reads at a time: a power of two from 16 to 2048 that leaves the least of a row over."""
-    blocks = [1 << i for i in range(9, 12) if 1 << i <= width] or [max(16, _power(width))]
-    return min(reversed(blocks), key=lambda block: -(-width // block) * block)
-
-
-class FusedRouter:
-    """One layer's router and policy in two launches: `router(hidden, logits, live)` -> Routing.
-
-    Takes the router's logits and computes the model's own routes itself; ids are those of the torch form, but for sums
-    that tie up to the rounding of a weight, weights to float32 rounding. All buffers are made here, for up to
-    `max_rows` rows: a call allocates nothing when `out` is given, reads nothing on the host and can be captured in a
-    CUDA graph. `budget` (device, int32), `live` and the inputs may change between replays. Raises NotFusedError for
-    what has no kernel, ValueError for wrong shapes.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        spec: RouterSpec,
-        stats: LayerStats = NO_STATS,
-        *,
-        hidden: int,
-        max_rows: int,
-        device: torch.device | str,
-        count: bool = True,
-        pdl: bool | None = None,
-    ) -> None:
-        self.policy, self.spec, self.hidden, self.max_rows = policy, spec, hidden, max_rows
-        plan = lower(policy, spec)
-        first, second = _kernels()
-        self.score_rows, self.route_rows = first.score_rows, second.route_rows
-        n, k = spec.num_experts, spec.top_k
-        padded = max(16, _power(n))
-        self.stats = LayerStats({name: stats[name].to(device).contiguous() for name in sorted(policy.needs)})
-
-        def make(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
-
-        self.budget = make(1, dtype=torch.int32)
-        self.average = plan.average
-        self._write(plan.most)
-        self.score = make(max_rows, padded, dtype=torch.float32)
-        self.runs = make(max_rows if plan.rule == "GATE" else 0, padded, dtype=torch.float32)
-        self.places = make(*self.runs.shape, dtype=torch.int8)
-        self.bits = make(max_rows, max(1, padded // 32), dtype=torch.int32)
-        self.kinds = make(max_rows, dtype=torch.int8)
-        self.partial = make(-(-max_rows // CHUNK), padded, dtype=torch.float64)
-        self.arrivals = make(-(-max_rows // CHUNK), dtype=torch.int32)
-        self.counters = make(max_rows, second.FIELDS.value, dtype=torch.float64)
-        self.everyone = torch.ones(max_rows, dtype=torch.int8, device=device)
-        cuda = torch.device(device).type == "cuda"
-        self.pdl = cuda and torch.cuda.get_device_capability(device)[0] >= 9 if pdl is None else pdl
-        self.router = {
-            "NP": padded, "K": k, "SIGMOID": spec.scoring == "sigmoid",
-            "RENORMALIZE": spec.renormalize, "SCALE": spec.scale, "GROUPS": spec.groups, "OPEN": spec.open_groups,
-            "TOP2": spec.group_score == "top2", "GP": max(2, _power(spec.groups)),
-        }  # fmt: skip
-        self.rule = {
-            "RULE": getattr(first, plan.rule).value, "K0": min(plan.k0, NO_LIMIT), "COUNT": count,
-            "CAPS": plan.has_budget and plan.rule != "GATE",
-        }  # fmt: skip
-        self.split = k if plan.rule == "BASE" else 1
-        denominator = getattr(second, plan.denominator.upper()).value
-        self.filling = {"DROP": plan.drop, "DENOMINATOR": denominator, "ADDITIVE": plan.additive}
-        self.warps = 1 if padded <= 128 else 2  # of one row: reductions across warps cost more than they save
-
-    @property
-    def totals(self) -> Tensor:
-        """The counters [len(FIELDS)] float64, summed over rows; the order of the sum is fixed."""
-        return self.counters.sum(0)[: len(FIELDS)]
-
-    def set_budget(self, budget: int) -> None:
-        """Change the budget from the next call or replay on; in the stream of the calls, so that no step sees both."""
-        self._write(self.policy.checked_budget(budget))
-
-    def _write(self, budget: int | Tensor) -> None:
-        if self.average:
-            budget = at_average(self.stats["layer_budget"], budget)
-        self.budget.copy_(torch.as_tensor(budget).reshape(1))
-
-    def __call__(
-        self,
-        hidden: Tensor,
-        logits: Tensor,
-        live: Tensor | None = None,
-        bias: Tensor | None = None,
-        out: Routing | None = None,
-        routes: Routing | None = None,
-    ) -> Routing:
-        """hidden [T, d], logits [T, N], live [T], bias [N] -> ids [T, K] int64, weights [T, K] float32.
-
-        live (bool or int8; None: all 1): 0 padding, 1 a row that votes, 2 a row that keeps the model's own routes.
-        routes: what the model itself computed; rows that lose none of their routes get them as they are, bit for bit.
-        `out` may have ids of another integer type.
-        """
-        rows, n = logits.shape
-        self._check(hidden, logits, live, bias, out, routes)
-        if out is None:
-            k = self.spec.top_k
-            out = Routing(
-                torch.empty(rows, k, dtype=torch.int64, device=logits.device),
-                torch.empty(rows, k, dtype=torch.float32, device=logits.device),
-            )
-        if not rows:
-            return out
-        live = self.everyone[:rows] if live is None else live
-        tensors = self.stats.tensors
-        slope = tensors.get("predictor_weight", self.score)
-        chunk = 0 if rows <= CHUNK else CHUNK if rows * self.split < WIDE else 2 * CHUNK
-        own = out if routes is None else routes  # of `out` nothing is read
-        shared: dict[str, Any] = {"HAS_BIAS": bias is not None, "ROUTED": routes is not None, "CHUNK": chunk}
-        shared |= {"PDL": self.pdl, **self.router, **self.rule}
-        bias = logits if bias is None else bias  # a pointer that is not read
-        early = {"launch_pdl": True} if self.pdl else {}
-        self.score_rows[(rows, self.split)](
-            logits, hidden, bias, live, slope, tensors.get("predictor_bias", self.score),
-            tensors.get("energy_mean", self.score), self.budget, self.score, self.places, self.bits, self.kinds,
-            self.partial, self.arrivals, own.ids, own.weights, out.ids, out.weights, self.counters, logits.stride(0),
-            hidden.stride(0), slope.stride(0), rows, n,
-            D=self.hidden, BLOCK=_block(self.hidden), SPLIT=self.split, num_warps=self.warps, **shared, **early,
-        )  # fmt: skip
-        self.route_rows[(rows,)](
-            logits, bias, self.budget, self.score, self.places, self.bits, self.kinds, self.partial, self.arrivals,
-            self.runs, own.ids, own.weights, out.ids, out.weights, self.counters, logits.stride(0), rows, n,
-            ROWS=max(2, _power(-(-rows // chunk) if chunk else rows)), num_warps=self.warps,
-            **self.filling, **shared, **early,
-        )  # fmt: skip
-        return out
-
-    def _check(
-        self,
-        hidden: Tensor,
-        logits: Tensor,
-        live: Tensor | None,
-        bias: Tensor | None,
-        out: Routing | None,
-        routes: Routing | None,
-    ) -> None:
-        rows, n = logits.shape[0], self.spec.num_experts
-        given: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
-            "logits": (logits, (rows, n)),
-            "hidden": (hidden, (rows, self.hidden)),
-            "live": (live, (rows,)),
-            "bias": (bias, (n,)),
-        }
-        for name, routing in (("out", out), ("routes", routes)):
-            for part in ("ids", "weights") if routing is not None else ():
-                given[f"{name}.{part}"] = (getattr(routing, part), (rows, self.spec.top_k))
-        for name, (tensor, shape) in given.items():
-            if tensor is None:
-                continue
-            if tuple(tensor.shape) != shape:
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, this layer expects {shape}")
-            strides = tensor.is_contiguous() if "." in name else tensor.stride(-1) == 1
-            if tensor.numel() and not strides:
-                raise ValueError(f"{name} must be contiguous in its last dimension; its strides are {tensor.stride()}")
-        if rows > self.max_rows:
-            raise ValueError(f"{rows} rows exceed max_rows={self.max_rows}, for which the buffers were made")

@@ -23,18 +23,19 @@ HALF: tl.constexpr = tl.constexpr(2)
 
 @triton.jit
 def route_rows(
-    logits, bias, budget, score, places, bits, kinds, partial, arrivals, runs, own_ids, own_weights, ids, weights,
-    counters, logits_stride, T, N,
+    logits, bias, budget, price, score, places, bits, kinds, partial, arrivals, runs, own_ids, own_weights, ids,
+    weights, counters, logits_stride, T, N,
     NP: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr,
     GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr, GP: tl.constexpr,
-    RULE: tl.constexpr, K0: tl.constexpr, ADDITIVE: tl.constexpr, CAPS: tl.constexpr,
+    RULE: tl.constexpr, K0: tl.constexpr, CAPS: tl.constexpr, PRICED: tl.constexpr, ADDITIVE: tl.constexpr,
     DROP: tl.constexpr, DENOMINATOR: tl.constexpr, ROUTED: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program t: the batch's active set, then ids [t, K], weights [t, K] float32 and counters of row t.
 
     ROWS is a power of two from the number of rows, or of chunks, up. ROUTED: a row that loses no route gets the given
-    own_ids and own_weights, as they are.
+    own_ids and own_weights, as they are. PRICED: every expert whose sum exceeds `price`, whatever the budget, and the
+    one with the largest sum.
     """
     row = tl.program_id(0)
     most = tl.load(budget)
@@ -73,6 +74,10 @@ def route_rows(
         if not ADDITIVE:
             most = most - tl.sum(active.to(tl.int32), 0)
         active = active | largest(total, (union | candidate) & ~active, most, NP)
+    elif PRICED:
+        most_wanted = tl.max(tl.where(union, total, -1.0), 0)
+        first = tl.min(tl.where(union & (total == most_wanted), expert, NP), 0)
+        active = union & ((total > tl.load(price)) | (expert == first))
     elif CAPS:
         active = largest(total, union, most, NP)
     else:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moebudget.integrations.vllm.board import PADDING, VOTES
-from moebudget.kernels.lower import FusedRouter, NotFusedError, lower
+from moebudget.kernels import FusedRouter, NotFusedError, lower
 from moebudget.policy import Policy
 from moebudget.router import RouterSpec
 from moebudget.runtime import LayerRouter
