@@ -33,6 +33,7 @@ def main() -> None:
     ap.add_argument("--prompt", type=int, default=128)
     ap.add_argument("--stats", help="of a model that is a folder")
     ap.add_argument("--union", type=float)
+    ap.add_argument("--uneven", nargs="*", type=int, default=[], help="average budgets to time unevenly as well")
     ap.add_argument("--no-off", action="store_true")
     ap.add_argument("--together", action="store_true", help="start all engines at once")
     ap.add_argument("--engine", type=json.loads, default={}, help="further arguments of vLLM's LLM, as JSON")
@@ -42,7 +43,8 @@ def main() -> None:
     def run(model: str, turn: Turn | None = None) -> None:
         rows = run_decode(
             model, a.policy, a.budget, a.batch, prompt=a.prompt, tokens=a.tokens,
-            stats=a.stats if Path(model).is_dir() else None, union=a.union, off=not a.no_off, turn=turn, **a.engine,
+            stats=a.stats if Path(model).is_dir() else None, union=a.union, off=not a.no_off, uneven=a.uneven,
+            turn=turn, **a.engine,
         )  # fmt: skip
         provenance.append_rows(a.results, rows)
         for row in rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from moebudget.bench import decode
-from moebudget.bench.decode import fit, rows_of, run_decode
+from moebudget.bench.decode import fit, ramp, rows_of, run_decode
 from moebudget.bench.engine import Plan, RandomWeights, Timing
 from moebudget.bench.sizes import SIZES, moe_facts, random_stats
 from moebudget.integrations.loading import MissingExtraError
@@ -42,6 +43,27 @@ def test_speedup_is_taken_against_another_setting() -> None:
     assert rows[1]["gb_s"] == pytest.approx(16 * 10 * 4 / 5.6e-3 / 1e9)
     # On the line 4 + .1 x: 48 experts take 8.8, 10 take 5.
     assert rows[3]["speedup_at_union"] == pytest.approx({"128": 1.0, "16": 8.8 / 5.6, "10": 8.8 / 5.0})
+
+
+def test_uneven_budgets_bend_the_line_they_are_held_against() -> None:
+    uneven = dataclasses.replace(timing(16, 16, 16.0, 6.0), budgets=(8, 24))
+    rows = list(rows_of(Plan("m", True, (16,)), "m", "base:budget=16", [*FOUND[:3], uneven], [], None))
+    assert [r["bench"] for r in rows] == ["decode", "decode", "decode", "decode_fit", "decode_uneven"]
+    assert (rows[3]["a_ms"], rows[3]["b_ms"]) == pytest.approx((4.0, 0.1))
+    assert (rows[4]["M"], rows[4]["budgets"], rows[4]["tpot_ms"]) == (16, [8, 24], 6.0)
+    assert rows[4]["line_ms"] == pytest.approx(5.6)
+
+
+@pytest.mark.parametrize(
+    ("budget", "layers", "experts"), [(16, 48, 128), (10, 6, 64), (1, 5, 8), (60, 24, 64), (9, 4, 8)]
+)
+def test_ramp_has_another_mean_or_leaves_the_limits(budget: int, layers: int, experts: int) -> None:
+    budgets = ramp(budget, layers, experts)
+    assert len(budgets) == layers
+    assert sum(budgets) == min(budget, experts) * layers
+    assert 1 <= min(budgets) <= max(budgets) <= experts
+    if 2 < budget < experts:
+        assert max(budgets) - min(budgets) >= min(budget, 2 * (experts - budget)) - 1
 
 
 def test_union_of_one_batch_size_is_used_for_another() -> None:

@@ -37,13 +37,24 @@ def fit(timings: Sequence[Timing]) -> tuple[float, float, float]:
     return float(a), float(b), float(1 - rest / ((y - y.mean()) ** 2).sum())
 
 
+def ramp(budget: int, layers: int, experts: int) -> tuple[int, ...]:
+    """Budgets of the layers that rise from about half of `budget` to half as much again and have it as their mean.
+
+    None exceeds the number of experts; more than that on average cannot be had.
+    """
+    aim = min(budget, experts)
+    reach = min(aim / 2, aim - 1, experts - aim)
+    steps = np.linspace(aim - reach, aim + reach, layers).cumsum().round().astype(int)
+    return tuple(int(m) for m in np.diff(steps, prepend=0))
+
+
 def rows_of(
     plan: Plan, name: str, policy: str, found: Sequence[Timing], off: Sequence[Timing], union: float | None
 ) -> Iterator[dict[str, Any]]:
-    """Rows for benchmarks/results/decode.jsonl: one a setting, then one line a batch size."""
+    """Rows for benchmarks/results/decode.jsonl: one a setting, one line a batch size, and uneven budgets beside it."""
     shared = {"model": name, "weights": "random" if plan.random else "trained", "policy": policy}
     for batch in plan.batches:
-        mine = [t for t in found if t.batch == batch]
+        mine = [t for t in found if t.batch == batch and not t.budgets]
         without = next((t.tpot_ms for t in off if t.batch == batch), None)
         dense = max(mine, key=lambda t: t.budget or 0)
         for t in mine:
@@ -65,6 +76,12 @@ def rows_of(
             "bench": "decode_fit", "engine": "vllm", **shared, "B": batch, "a_ms": a, "b_ms": b, "r2": r2,
             "native_union": dense.native_union, "at_union": at, "speedup_at_union": speedups,
         }  # fmt: skip
+        for t in (t for t in found if t.batch == batch and t.budgets):
+            yield {
+                "bench": "decode_uneven", "engine": "vllm", **shared, "B": batch, "M": t.budget, "fetched": t.fetched,
+                "budgets": list(t.budgets), "tpot_ms": t.tpot_ms, "line_ms": a + b * (t.fetched or 0),
+                "dense_tpot_ms": dense.tpot_ms, "fetched_by_layer": list(t.by_layer),
+            }  # fmt: skip
 
 
 def _apart(arguments: tuple[Any, ...]) -> list[Timing]:
@@ -108,6 +125,7 @@ def run_decode(
     stats: str | None = None,
     union: float | None = None,
     off: bool = True,
+    uneven: Sequence[int] = (),
     turn: Turn | None = None,
     **engine: Any,
 ) -> list[dict[str, Any]]:
@@ -115,13 +133,16 @@ def run_decode(
 
     The number of experts is added to the budgets: that is the dense model. `off` starts another engine first, without
     the plugin; with `turn` both at once, which needs memory for both and `kv_cache_memory_bytes` among the arguments
-    of the engine. `union` belongs to the first batch size. Raises ValueError for a policy without a budget or a number
-    below 1, FileNotFoundError for a folder that is none, MissingExtraError without vLLM.
+    of the engine. `union` belongs to the first batch size. `uneven`: averages at which budgets that differ between
+    the layers are timed too, at the first batch size: does a step's time depend on their sum alone?
+
+    Raises ValueError for a policy without a budget or a number below 1, FileNotFoundError for a folder that is none,
+    MissingExtraError without vLLM.
     """
     rule = parse(policy)
     if rule.budget is None:
         raise ValueError(f"policy {policy!r} has no budget to sweep; use one that has, such as base:budget=16")
-    for budget in budgets:
+    for budget in (*budgets, *uneven):
         rule.checked_budget(budget)
     if not batches or min(batches) < 1:
         raise ValueError(f"batch sizes {list(batches)} must be whole numbers of at least 1, and one at least")
@@ -131,8 +152,10 @@ def run_decode(
     with _model(name, policy, stats) as (folder, random, file):
         config = json.loads(Path(folder, "config.json").read_text())
         plan = Plan(folder, random, tuple(batches), prompt, tokens, engine=tuple(engine.items()))
-        experts = moe_facts(config).experts
-        every = [experts, *(budget for budget in dict.fromkeys(budgets) if budget != experts)]
+        facts = moe_facts(config)
+        every: list[int | tuple[int, ...]] = [facts.experts]
+        every += [budget for budget in dict.fromkeys(budgets) if budget != facts.experts]
+        every += [ramp(budget, len(facts.layers), facts.experts) for budget in uneven]
         engines = [(plan, None, None, (), turn)] if off else []
         with ThreadPoolExecutor(1 if turn is None else 2) as threads:
             timed = list(threads.map(_apart, [*engines, (plan, policy, file, every, turn)]))

@@ -45,6 +45,7 @@ class Timing:
     expert_bytes: int = 0
     layers: int = 0
     by_layer: tuple[float, ...] = ()
+    budgets: tuple[int, ...] = ()  # one a layer, where they differ; `budget` is their mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +87,14 @@ class RandomWeights:
 
 
 def decode(
-    plan: Plan, policy: str | None, stats: str | None, budgets: Sequence[int], turn: Turn | None = None
+    plan: Plan,
+    policy: str | None,
+    stats: str | None,
+    budgets: Sequence[int | tuple[int, ...]],
+    turn: Turn | None = None,
 ) -> list[Timing]:
     """Start one engine and time the first batch size at every budget, others at the first three (the largest one, so
-    the dense model, and two more). Without a policy the plugin stays out.
+    the dense model, and two more). A tuple is one budget a layer. Without a policy the plugin stays out.
     """
     from vllm import LLM, SamplingParams
 
@@ -119,14 +124,17 @@ def decode(
             generate(batch, 8)
             for budget in (budgets if batch == plan.batches[0] else budgets[:3]) or (None,):
                 if budget is not None:
-                    llm.collective_rpc("moebudget_set", args=(budget,))
+                    llm.collective_rpc("moebudget_set", args=(list(budget) if isinstance(budget, tuple) else budget,))
                 generate(batch, 4)
                 first = min(generate(batch, 1) for _ in range(plan.repeats))
                 before = None if budget is None else llm.collective_rpc("moebudget_state")[0]
                 whole = min(generate(batch, 1 + plan.tokens) for _ in range(plan.repeats))
                 after = None if budget is None else llm.collective_rpc("moebudget_state")[0]
                 tpot, speed = 1e3 * (whole - first) / plan.tokens, batch * (1 + plan.tokens) / whole
-                timing = Timing(batch, budget, tpot, speed, **_counts(before, after))
+                counts = _counts(before, after)
+                if isinstance(budget, tuple):
+                    counts["budgets"], budget = budget, round(sum(budget) / len(budget))
+                timing = Timing(batch, budget, tpot, speed, **counts)
                 log.info("%s", timing)
                 yield timing
 

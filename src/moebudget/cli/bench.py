@@ -71,6 +71,9 @@ def decode(
     union: Annotated[
         float | None, typer.Option(help="Experts a layer that the trained model fetches at the first batch size.")
     ] = None,
+    uneven: Annotated[
+        list[int] | None, typer.Option(help="Averages at which budgets that differ between layers are timed too.")
+    ] = None,
     off: Annotated[bool, typer.Option(help="Also start an engine without the plugin.")] = True,
     results: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
 ) -> None:
@@ -81,6 +84,7 @@ def decode(
     found = run_decode(
         model, policy, budget or BUDGETS, batch or BATCHES,
         prompt=prompt, tokens=tokens, stats=None if stats is None else str(stats), union=union, off=off,
+        uneven=uneven or (),
     )  # fmt: skip
     if results is not None:
         provenance.append_rows(results, found)
@@ -97,5 +101,11 @@ def decode(
         console.print(
             f"B={r['B']}: {r['a_ms']:.2f} ms + {r['b_ms']:.4f} ms an expert a layer (R2 {r['r2']:.3f}); on this line, "
             f"against {r['at_union']:.1f} experts: {at}"
+        )
+    for r in (row for row in found if row["bench"] == "decode_uneven"):
+        span = f"{min(r['budgets'])} to {max(r['budgets'])} a layer"
+        console.print(
+            f"B={r['B']}: budgets of {span}, {r['fetched']:.1f} on average: {r['tpot_ms']:.2f} ms; the line gives "
+            f"{r['line_ms']:.2f}"
         )
     sys.stdout.write(json.dumps({"rows": found}) + "\n")
