@@ -182,8 +182,8 @@ def test_example_is_no_policy_or_the_error_shows_none() -> None:
 
 OURS = ("base", "spread", "price")
 NUMBERS = ("oea p", "sere rho", "lynx alpha", "caee theta", "caee_offload theta", "skip scale")
-NUMBERS = (*NUMBERS, "des_vote beta", "dmoe share", "acceptmoe scale", *(f"{p} relative" for p in OURS))
-ZERO = ("sere rho", *(f"{p} relative" for p in OURS))
+NUMBERS = (*NUMBERS, "des_vote beta", "dmoe share", "acceptmoe scale", *(f"{p} relative" for p in OURS), "price hold")
+ZERO = ("sere rho", *(f"{p} relative" for p in OURS), "price hold")
 SHARES = ("oea p", "caee_offload theta", "des_vote beta", "dmoe share", *ZERO[1:])
 COUNTS = ("oea k0", "oea k_max", "oea max_rank", "sere s", "exfold budget", "exfold_static budget", "exfold_prefill p")
 COUNTS = (*COUNTS, "xshare_balanced m", "reap budget", "reap_static budget", "moe_spec budget", "nonlinear budget")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moebudget.presets import parse
-from moebudget.runtime import FIELDS, Counters, LayerRouter, count_step, fetched_experts, read_counters
-from moebudget.types import RouterBatch, Routing
+from moebudget.runtime import FIELDS, Counters, LayerRouter, chain, count_step, fetched_experts, read_counters
+from moebudget.types import LayerStats, RouterBatch, Routing
 from tests.conftest import BUDGETED, POLICIES, make_problem, over_policies, solved, used_slots
 
 
@@ -198,3 +198,48 @@ def test_nothing_counted_divides_by_zero() -> None:
     assert "0 decode steps" in str(counters)
     assert counters.fetched_by_layer == []
     assert Counters(0, dict.fromkeys(FIELDS, 0.0)).steps == 0
+
+
+def priced_layers(hold: float, start: float, layers: int = 3) -> tuple[list[LayerRouter], list[Any]]:
+    """Layers of 16 experts whose price for 4 experts is `start`, and their inputs."""
+    problems = [make_problem("softmax_renorm", 6, 16, 3, seed=seed) for seed in range(layers)]
+    policy = parse(f"price:budget=4,fill=original,hold={hold}")
+    table = torch.full((16,), start)
+    routers = [LayerRouter(policy, LayerStats({**p.stats, "layer_price": table})) for p in problems]
+    chain(routers)
+    return routers, problems
+
+
+@pytest.mark.parametrize("start", [1e-3, 1e3])
+def test_held_price_ends_at_another_average(start: float) -> None:
+    counts = {}
+    for hold in (0.0, 0.2):
+        routers, problems = priced_layers(hold, start)
+        for turn in range(400):
+            if turn == 300:
+                for router in routers:
+                    router.totals.zero_()
+            for router, p in zip(routers, problems, strict=True):
+                router(dataclasses.replace(p, hidden=p.hidden.roll(turn, 0)).batch)
+        counts[hold] = read_counters(routers)
+    assert abs(counts[0.0].fetched - 4) > 1.5
+    assert counts[0.2].fetched == pytest.approx(4, abs=0.25)
+    assert len({round(count) for count in counts[0.2].by_layer}) > 1  # the sum is held, not each layer's number
+
+
+def test_steps_decided_at_once_move_the_price_further_than_the_excess() -> None:
+    (router, *_), (problem, *_) = priced_layers(0.5, 1e-3, layers=1)
+    one = problem.batch
+    many = RouterBatch(**{
+        f.name: value.expand(50, *value.shape) if isinstance(value := getattr(one, f.name), torch.Tensor) else value
+        for f in dataclasses.fields(one)
+    })  # fmt: skip
+    union = int(count_step(one, router(one))[FIELDS.index("fetched")])
+    assert float(router.following) == pytest.approx(1 + 0.5 * (union - 4) / 4)
+    router.scale.fill_(1)
+    router(many)
+    assert float(router.following) == pytest.approx(1 + (union - 4) / 4)
+    silent = dataclasses.replace(one, live=torch.zeros_like(one.live))
+    before = float(router.scale)
+    router(silent)
+    assert float(router.following) == before

@@ -100,19 +100,28 @@ def spread(budget: int, fill: str = "half", relative: float = 0.0, floor: str = 
 
 
 def price(
-    budget: int, fill: str = "half", relative: float = 0.0, floor: str = "no", ceiling: int | None = None
+    budget: int,
+    fill: str = "half",
+    relative: float = 0.0,
+    floor: str = "no",
+    ceiling: int | None = None,
+    hold: float = 0.0,
 ) -> Policy:
     """Every expert whose removal cost times the layer's gain exceeds one price, `budget` a layer on average (ours).
 
     Price and gains are read from the statistics (`moebudget allocate`) and hold for the batch size they were made at.
-    `floor=yes` adds every row's best expert; `ceiling` is the most that a layer fetches in a step.
+    `floor=yes` adds every row's best expert; `ceiling` is the most that a layer fetches in a step. `hold`, the share
+    of an excess that each step corrects, say .02, keeps the average at `budget` when text or batch size change.
     """
     rule, budget = _relative("price", relative), count("price", "budget", budget)
     on = choice("price", "floor", floor, YES_NO) == "yes"
     ceiling = None if ceiling is None else count("price", "ceiling", ceiling)
-    defaults = {"fill": "half", "relative": 0.0, "floor": "no", "ceiling": None}
-    name = spell("price", defaults, budget=budget, fill=fill, relative=relative, floor=floor, ceiling=ceiling)
-    return Policy(rule, select.Price(budget, on, ceiling), fill_of("price", fill), name)
+    hold = number("price", "hold", hold, most=1.0, zero=True)
+    name = spell(
+        "price", {"fill": "half", "relative": 0.0, "floor": "no", "ceiling": None, "hold": 0.0}, budget=budget,
+        fill=fill, relative=relative, floor=floor, ceiling=ceiling, hold=hold,
+    )  # fmt: skip
+    return Policy(rule, select.Price(budget, on, ceiling, hold), fill_of("price", fill), name)
 
 
 def nonlinear(budget: int, fill: str = "original") -> Policy:

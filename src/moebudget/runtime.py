@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from moebudget.policy import Policy
-from moebudget.select import native_union
+from moebudget.select import Price, native_union
 from moebudget.types import NO_STATS, LayerStats, RouterBatch, Routing
 
 FIELDS = (
@@ -120,6 +122,38 @@ def read_counters(layers: list[LayerRouter]) -> Counters:
     return Counters(len(layers), dict(zip(FIELDS, counts.sum(0).tolist(), strict=True)), tuple(by_layer))
 
 
+class Holding(Protocol):
+    """A layer's router under a price that holds its average: reads `scale`, writes the next layer's."""
+
+    scale: Tensor  # [1] float64
+    following: Tensor  # [1] float64
+    hold: float  # share of an excess that one layer corrects in one step; 0: the price stays
+
+
+def chain(routers: Sequence[Holding]) -> None:
+    """Let a model's layers move one price together: each corrects its part, and the last hands it to the first.
+
+    A single router goes on by itself.
+    """
+    if len(routers) < 2:
+        return
+    for router, after in zip(routers, [*routers[1:], *routers[:1]], strict=True):
+        router.following = after.scale
+        router.hold /= len(routers)
+
+
+def followed(scale: Tensor, hold: float, counts: Tensor, budget: Tensor) -> Tensor:
+    """The price's factor [1] after steps with these counters [len(FIELDS)]: scale (1 + c (F - M') / M').
+
+    F is what was fetched a step and M' the budget, or the union if that is smaller. c is `hold` after one step, and
+    1 - (1 - hold)^steps after several that were decided at once (teacher forcing). Without a voting row it stays.
+    """
+    steps, union, fetched = (counts[FIELDS.index(name)] for name in ("steps", "native_union", "fetched"))
+    aim = torch.minimum(budget * steps, union).clamp_min(1.0)
+    share = 1.0 - (1.0 - hold) ** steps
+    return scale * (1.0 + share * (fetched - aim) / aim)
+
+
 class LayerRouter:
     """What every integration calls for one layer: `router(batch) -> Routing`.
 
@@ -134,13 +168,20 @@ class LayerRouter:
             self.budget = torch.as_tensor(policy.budget, dtype=torch.int64, device=device).clone()
             policy = policy.with_budget(self.budget)
         self.policy = policy
+        self.hold = policy.select.hold if isinstance(policy.select, Price) else 0.0
+        self.scale = torch.ones(1, dtype=torch.float64, device=device)
+        self.following = self.scale
         self.totals = torch.zeros(len(FIELDS), dtype=torch.float64, device=device)
 
     def __call__(self, batch: RouterBatch) -> Routing:
         """Route one step [T, ...] or many independent ones [S, T, ...], and count."""
-        routing = self.policy(batch, self.stats)
-        counts = count_step(batch, routing)
-        self.totals += counts.reshape(-1, len(FIELDS)).sum(0)
+        stats = LayerStats({**self.stats.tensors, "price_scale": self.scale}) if self.hold else self.stats
+        routing = self.policy(batch, stats)
+        counts = count_step(batch, routing).reshape(-1, len(FIELDS)).sum(0)
+        self.totals += counts
+        if self.hold:
+            assert self.budget is not None
+            self.following.copy_(followed(self.scale, self.hold, counts, self.budget))
         return routing
 
     def set_budget(self, budget: int) -> None:

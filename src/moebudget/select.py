@@ -129,17 +129,24 @@ class Price:
     The statistic `layer_price` [N] holds the layer's mu / g_l for every average budget 1 to N, -inf at N (`moebudget
     allocate`); a step may fetch more or fewer than its layer's average. The largest sum is always in the set.
     `floor` adds every row's first route. At most `ceiling` experts; under `floor` first routes come before others.
+
+    With `hold` above 0 the price follows the traffic until the average is `budget` again: it is multiplied by the
+    statistic `price_scale`, which the runtime keeps (`runtime.followed`).
     """
 
     budget: int | Tensor
     floor: bool = False
     ceiling: int | None = None
+    hold: float = 0.0
     needs: ClassVar[frozenset[str]] = frozenset({"layer_price"})
 
     def __call__(self, scores: Tensor, batch: RouterBatch, stats: LayerStats) -> Active:
         total, candidate = demand(scores, batch)
         order = rank(total, candidate)
-        mask = (total > at_average(stats["layer_price"], self.budget)) | (order == 0)
+        price = at_average(stats["layer_price"], self.budget)
+        if self.hold:
+            price = price * stats["price_scale"]
+        mask = (total > price) | (order == 0)
         if self.floor:
             first = first_routes(batch, 1)
             mask, order = mask | first, rank_after(total, candidate, first)

@@ -14,7 +14,7 @@ import moebudget.kernels
 from moebudget.kernels import FusedRouter, NotFusedError, lower
 from moebudget.policy import Policy
 from moebudget.presets import EXAMPLES, parse
-from moebudget.runtime import count_step
+from moebudget.runtime import LayerRouter, chain, count_step
 from moebudget.types import LayerStats, MissingStatisticError, Routing
 from tests.conftest import KINDS, Problem, make_problem
 
@@ -234,6 +234,31 @@ def test_price_of_an_average_is_not_that_of_the_layer() -> None:
     for average, fetched in ((1, 1), (2, 3), (12, 12)):  # above every sum the largest stays
         router.set_budget(average)
         check(router, priced, parse(f"base:budget={fetched}"))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_price_does_not_follow_the_traffic_as_the_torch_form_does(layers: int) -> None:
+    policy = parse("price:budget=3,hold=0.4,fill=original")
+    problems = [make_problem("softmax_renorm", 5, 12, 3, seed=seed) for seed in range(layers)]
+    fused = [router_of(p, policy) for p in problems]
+    plain = [LayerRouter(policy, p.stats) for p in problems]
+    chain(fused)
+    chain(plain)
+    seen = set()
+    for turn in range(12):
+        live = torch.tensor([True, turn != 3, turn != 3, turn % 5 != 3, False]) & (turn != 5)
+        for router, reference, problem in zip(fused, plain, problems, strict=True):
+            now = dataclasses.replace(problem, hidden=problem.hidden.roll(turn, 0), live=live)
+            assert torch.equal(run(router, now).ids, reference(now.batch).ids)
+            assert float(router.following) == pytest.approx(float(reference.following), rel=1e-12)
+            seen.add(round(float(reference.following), 9))
+        if turn == 8:
+            for router in (*fused, *plain):
+                router.set_budget(12)  # all of them: the bypass hands the price on
+        if turn == 9:
+            for router in (*fused, *plain):
+                router.set_budget(3)
+    assert len(seen) > 5
 
 
 def test_strided_and_half_precision_inputs_are_read_as_contiguous_float32() -> None:

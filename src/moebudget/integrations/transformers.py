@@ -17,7 +17,7 @@ from moebudget.integrations.steps import route_forward
 from moebudget.placement import Placement
 from moebudget.policy import Policy
 from moebudget.presets import parse
-from moebudget.runtime import Counters, LayerRouter, read_counters
+from moebudget.runtime import Counters, LayerRouter, chain, read_counters
 from moebudget.settings import resolve
 from moebudget.stats import ModelFacts, Stats, place, require_stats
 from moebudget.types import NO_STATS
@@ -57,10 +57,12 @@ class Run:
         require_stats(policy.name, policy.needs, stats)
         if stats is not None and policy.needs:
             stats.check(model_facts(self.layers, model_type(self.model)), policy.needs)
-        return [
+        routers = [
             LayerRouter(policy, NO_STATS if stats is None else stats.layer(i), layer.weight.device)
             for i, layer in enumerate(self.layers)
         ]
+        chain(routers)
+        return routers
 
     @property
     def counters(self) -> Counters:

@@ -73,7 +73,10 @@ class FusedRouter:
 
         self.budget = make(1, dtype=torch.int32)
         self.price = make(1, dtype=torch.float64)
-        self.average, self.priced = plan.average, plan.priced
+        self.average, self.priced, self.hold = plan.average, plan.priced, plan.hold
+        self.scale = torch.ones(1, dtype=torch.float64, device=device)
+        # Apart from `scale`, which all programs read while row 0 writes; `chain` puts the next layer's here.
+        self.following = self.own_following = self.scale.clone()
         self._write(plan.most)
         self.score = make(max_rows, padded, dtype=torch.float32)
         self.runs = make(max_rows if plan.rule == "GATE" else 0, padded, dtype=torch.float32)
@@ -159,12 +162,14 @@ class FusedRouter:
             D=self.hidden, BLOCK=_block(self.hidden), SPLIT=self.split, num_warps=self.warps, **shared, **early,
         )  # fmt: skip
         self.route_rows[(rows,)](
-            logits, bias, self.budget, self.price, self.score, self.places, self.bits, self.kinds, self.partial,
-            self.arrivals, self.runs, own.ids, own.weights, out.ids, out.weights, self.counters, logits.stride(0),
-            rows, n,
+            logits, bias, self.budget, self.price, self.scale, self.following, self.score, self.places, self.bits,
+            self.kinds, self.partial, self.arrivals, self.runs, own.ids, own.weights, out.ids, out.weights,
+            self.counters, logits.stride(0), rows, n,
             ROWS=max(2, _power(-(-rows // chunk) if chunk else rows)), num_warps=self.warps,
-            **self.choosing, **self.filling, **shared, **early,
+            HOLD=self.hold, **self.choosing, **self.filling, **shared, **early,
         )  # fmt: skip
+        if self.hold and self.following is self.own_following:
+            self.scale.copy_(self.following)
         return out
 
     def _check(

@@ -44,6 +44,7 @@ class Lowered:
     has_budget: bool
     average: bool = False
     priced: bool = False
+    hold: float = 0.0
     additive: bool = True
 
 
@@ -69,7 +70,7 @@ def lower(policy: Policy, spec: RouterSpec | None = None) -> Lowered:
     if isinstance(select, LayerBudget) and not select.floor:
         return plan(k0=0, most=select.budget, has_budget=True, average=True)
     if isinstance(select, Price) and not select.floor and select.ceiling is None:
-        return plan(k0=0, most=select.budget, has_budget=True, priced=True)
+        return plan(k0=0, most=select.budget, has_budget=True, priced=True, hold=select.hold)
     if isinstance(select, Voted) and isinstance(score, RouteRank):
         return plan(k0=score.k0, most=NO_LIMIT, has_budget=False)
     if isinstance(select, WarmUp) and isinstance(score, GateMass) and not select.m_request:

@@ -23,19 +23,20 @@ HALF: tl.constexpr = tl.constexpr(2)
 
 @triton.jit
 def route_rows(
-    logits, bias, budget, price, score, places, bits, kinds, partial, arrivals, runs, own_ids, own_weights, ids,
-    weights, counters, logits_stride, T, N,
+    logits, bias, budget, price, scale_in, scale_out, score, places, bits, kinds, partial, arrivals, runs,
+    own_ids, own_weights, ids, weights, counters, logits_stride, T, N,
     NP: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr,
     GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr, GP: tl.constexpr,
-    RULE: tl.constexpr, K0: tl.constexpr, CAPS: tl.constexpr, PRICED: tl.constexpr, ADDITIVE: tl.constexpr,
-    DROP: tl.constexpr, DENOMINATOR: tl.constexpr, ROUTED: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
+    RULE: tl.constexpr, K0: tl.constexpr, CAPS: tl.constexpr, PRICED: tl.constexpr, HOLD: tl.constexpr,
+    ADDITIVE: tl.constexpr, DROP: tl.constexpr, DENOMINATOR: tl.constexpr, ROUTED: tl.constexpr, COUNT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program t: the batch's active set, then ids [t, K], weights [t, K] float32 and counters of row t.
 
     ROWS is a power of two from the number of rows, or of chunks, up. ROUTED: a row that loses no route gets the given
     own_ids and own_weights, as they are. PRICED: every expert whose sum exceeds `price`, whatever the budget, and the
-    one with the largest sum.
+    one with the largest sum; with HOLD above 0 the price times scale_in, and row 0 writes the next layer's scale_out.
     """
     row = tl.program_id(0)
     most = tl.load(budget)
@@ -43,6 +44,9 @@ def route_rows(
         if most >= N:
             if PDL:
                 tl.extra.cuda.gdc_wait()
+            if HOLD > 0:
+                if row == 0:
+                    tl.store(scale_out, tl.load(scale_in))
             finish_row(logits, bits, kinds, ids, weights, counters, logits_stride, T, N, NP, K, SIGMOID, COUNT)
             return
     expert, place, field = tl.arange(0, NP), tl.arange(0, NP), tl.arange(0, FIELDS)
@@ -77,7 +81,18 @@ def route_rows(
     elif PRICED:
         most_wanted = tl.max(tl.where(union, total, -1.0), 0)
         first = tl.min(tl.where(union & (total == most_wanted), expert, NP), 0)
-        active = union & ((total > tl.load(price)) | (expert == first))
+        limit = tl.load(price)
+        if HOLD > 0:
+            factor = tl.load(scale_in)
+            limit *= factor
+        active = union & ((total > limit) | (expert == first))
+        if HOLD > 0:
+            if row == 0:
+                some = tl.sum(union.to(tl.int32), 0)
+                aim = tl.maximum(tl.minimum(most, some), 1).to(tl.float64)
+                excess = tl.sum(active.to(tl.int32), 0).to(tl.float64) - aim
+                change = tl.where(some > 0, HOLD * excess / aim, 0.0)
+                tl.store(scale_out, factor * (1.0 + change))
     elif CAPS:
         active = largest(total, union, most, NP)
     else:

@@ -12,7 +12,7 @@ from moebudget.integrations.vllm.checks import canary, check_layers, check_stats
 from moebudget.integrations.vllm.config import check_slots
 from moebudget.integrations.vllm.hook import Layer
 from moebudget.integrations.vllm.route import make_router
-from moebudget.runtime import FIELDS, Counters
+from moebudget.runtime import FIELDS, Counters, chain
 from moebudget.settings import Settings
 from moebudget.stats import Stats, load_stats
 from moebudget.types import NO_STATS
@@ -76,6 +76,7 @@ class Engine:
             stats = NO_STATS if self.stats is None else self.stats.layer(position)
             route = make_router(policy, layer.spec, stats, hidden=layer.hidden, max_rows=wide, device=device)
             layer.activate(route, self.board)
+        chain([layer.route.holding for layer in self.layers if layer.route is not None])
         self._write(self.budgets)
         dtype = model_runner.model_config.dtype
         for layer in self.layers:

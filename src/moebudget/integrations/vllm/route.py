@@ -11,7 +11,7 @@ from moebudget.integrations.vllm.board import PADDING, VOTES
 from moebudget.kernels import FusedRouter, NotFusedError, lower
 from moebudget.policy import Policy
 from moebudget.router import RouterSpec
-from moebudget.runtime import LayerRouter
+from moebudget.runtime import Holding, LayerRouter
 from moebudget.types import LayerStats, Routing
 
 
@@ -34,11 +34,15 @@ class Router(Protocol):
     path: str  # "kernel", or "torch" and why
 
     @property
+    def holding(self) -> Holding: ...
+
+    @property
     def totals(self) -> Tensor: ...
 
     def set_budget(self, budget: int) -> None: ...
 
-    def clear(self) -> None: ...
+    def clear(self) -> None:
+        """Counters to 0, a price that follows the traffic back to where it was calibrated."""
 
     def __call__(self, step: Step) -> tuple[Tensor, Tensor]:
         """Ids and weights [T, K], of the dtypes of vLLM's tensors and sharing no memory with them."""
@@ -69,7 +73,7 @@ class TorchRouter:
 
     def __init__(self, policy: Policy, spec: RouterSpec, stats: LayerStats, device: torch.device, path: str) -> None:
         self.spec, self.path = spec, path
-        self.core = LayerRouter(policy, stats, device)
+        self.core = self.holding = LayerRouter(policy, stats, device)
 
     @property
     def totals(self) -> Tensor:
@@ -80,6 +84,7 @@ class TorchRouter:
 
     def clear(self) -> None:
         self.core.totals.zero_()
+        self.core.scale.fill_(1)
 
     def __call__(self, step: Step) -> tuple[Tensor, Tensor]:
         votes, routes = step.rows == VOTES, (step.ids, step.weights)
@@ -100,7 +105,7 @@ class KernelRouter:
     path = "kernel"
 
     def __init__(self, fused: FusedRouter) -> None:
-        self.fused = fused
+        self.fused = self.holding = fused
 
     @property
     def totals(self) -> Tensor:
@@ -111,6 +116,7 @@ class KernelRouter:
 
     def clear(self) -> None:
         self.fused.counters.zero_()
+        self.fused.scale.fill_(1)
 
     def __call__(self, step: Step) -> tuple[Tensor, Tensor]:
         if len(step.ids) <= self.fused.max_rows:
