@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,33 +57,94 @@ CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dense": ("Qwen3Config", "Qwen3ForCausalLM", {}),
 }  # fmt: skip
 
+# Sizes that the kernels of GPUs take, block scales of fp8 included, and two tensor-parallel ranks of it.
+WIDE: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64,
+    "num_hidden_layers": 4, "num_experts": 32, "norm_topk_prob": True, "initializer_range": 0.1,
+}  # fmt: skip
+RANK = 8  # of the adapter
+
 
 def write(folder: Path) -> None:
     """One checkpoint a subfolder, bf16, and statistics of the first in stats.safetensors."""
+    for name, (config_class, model_class, fields) in CHECKPOINTS.items():
+        model = make(config_class, model_class, fields)
+        model.save_pretrained(folder / name)
+        if name == "qwen3":
+            save_stats(model, folder / "stats.safetensors")
+
+
+def write_wide(folder: Path) -> None:
+    """A checkpoint of WIDE's sizes in wide, its statistics in wide.safetensors, an adapter in adapter."""
+    model = make("Qwen3MoeConfig", "Qwen3MoeForCausalLM", WIDE)
+    model.save_pretrained(folder / "wide")
+    save_stats(model, folder / "wide.safetensors")
+    save_adapter(folder / "adapter")
+
+
+def make(config_class: str, model_class: str, fields: dict[str, Any]) -> Any:
+    """A random model in bf16."""
     import torch
     import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, config_class)(**{**_COMMON, **fields})
+    model = getattr(transformers, model_class)(config).to(torch.bfloat16)
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):
+            module.e_score_correction_bias.data.normal_(std=0.1)
+    return model
+
+
+def save_stats(model: Any, path: Path) -> None:
+    """Random statistics for `base` of a Qwen3 model."""
+    import torch
 
     from moebudget.integrations.families import model_facts, moe_layers
     from moebudget.stats import Stats
 
-    for name, (config_class, model_class, fields) in CHECKPOINTS.items():
-        torch.manual_seed(0)
-        config = getattr(transformers, config_class)(**{**_COMMON, **fields})
-        model = getattr(transformers, model_class)(config).to(torch.bfloat16)
-        for module in model.modules():
-            if hasattr(module, "e_score_correction_bias"):
-                module.e_score_correction_bias.data.normal_(std=0.1)
-        model.save_pretrained(folder / name)
-        if name == "qwen3":
-            layers = moe_layers(model)
-            n, d = len(layers), layers[0].weight.shape[1]
-            tensors = {
-                "predictor_weight": torch.randn(n, EXPERTS, d),
-                "predictor_bias": torch.randn(n, EXPERTS),
-                "energy_mean": torch.rand(n, EXPERTS) + 0.1,
-            }
-            facts = model_facts(layers, "qwen3_moe")
-            Stats(facts, tensors, {"model": "tiny qwen3"}).save(folder / "stats.safetensors")
+    layers = moe_layers(model)
+    facts = model_facts(layers, "qwen3_moe")
+    shape = (len(layers), facts.experts)
+    tensors = {
+        "predictor_weight": torch.randn(*shape, facts.hidden),
+        "predictor_bias": torch.randn(shape),
+        "energy_mean": torch.rand(shape) + 0.1,
+    }
+    Stats(facts, tensors, {"model": "tiny qwen3"}).save(path)
+
+
+def save_adapter(folder: Path) -> None:
+    """A low-rank adapter of WIDE's attention and experts, as PEFT writes it, strong enough to change tokens."""
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, wide = WIDE["hidden_size"], WIDE["moe_intermediate_size"]
+    heads = WIDE["head_dim"] * _COMMON["num_attention_heads"]
+    values = WIDE["head_dim"] * _COMMON["num_key_value_heads"]
+    shapes = {
+        "q_proj": (hidden, heads),
+        "k_proj": (hidden, values),
+        "v_proj": (hidden, values),
+        "o_proj": (heads, hidden),
+    }
+    expert = {"gate_proj": (hidden, wide), "up_proj": (hidden, wide), "down_proj": (wide, hidden)}
+    tensors = {}
+    for layer in range(WIDE["num_hidden_layers"]):
+        modules = {f"self_attn.{name}": shape for name, shape in shapes.items()}
+        for number in range(WIDE["num_experts"]):
+            modules |= {f"mlp.experts.{number}.{name}": shape for name, shape in expert.items()}
+        for name, (inside, outside) in modules.items():
+            key = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{key}.lora_A.weight"] = torch.randn(RANK, inside).bfloat16() * inside**-0.5
+            tensors[f"{key}.lora_B.weight"] = torch.randn(outside, RANK).bfloat16() * 0.3
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK, "bias": "none",
+        "target_modules": [*shapes, *expert], "base_model_name_or_path": "wide",
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,287 @@
+#!/usr/bin/env python3
+"""Prove on a machine with vLLM that the plugin caps what is executed: bf16, fp8, LoRA, ranks; CUDA graphs and eager.
+
+python scripts/check_vllm.py --workers 8
+python scripts/check_vllm.py --case ep2 --mode graph
+
+A case and mode is two engines with one tiny random checkpoint, one of them with the plugin kept out. Every row that
+their kernels run is recorded on the device and compared; nothing is timed. Exit code 1 if anything is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+from tests.integrations.vllm.checkpoints import RANK, WIDE, write_wide
+
+from moebudget import provenance
+
+EXPERTS, LAYERS, BUDGET = int(WIDE["num_experts"]), int(WIDE["num_hidden_layers"]), 8
+# At most six run at once, so that the last prompts are read while others decode; and in steps of 64 tokens, in pieces.
+PROMPTS = [[(7 * i + j * j) % 500 + 3 for j in range(5 + 5 * i)] for i in range(9)]
+TOKENS = [12 + i for i in range(9)]
+MODES = ("graph", "eager")
+Phase = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What the two engines of a case are started with."""
+
+    engine: dict[str, Any] = field(default_factory=dict)
+    experts_by: str = r"\w+"  # what the plugin's log must call the experts' method, a pattern
+    gpus: int = 1
+    adapter: bool = False
+
+
+CASES = {
+    "bf16": Case(),
+    "fp8": Case({"quantization": "fp8"}, "Fp8.*"),
+    "lora": Case({"enable_lora": True, "max_lora_rank": RANK}, adapter=True),
+    "returned": Case({"enable_return_routed_experts": True}),
+    "tp2": Case({"tensor_parallel_size": 2}, gpus=2),
+    "ep2": Case({"tensor_parallel_size": 2, "enable_expert_parallel": True}, gpus=2),
+}
+
+
+def requests(adapter: Path | None) -> list[dict[str, Any]]:
+    """Every second one with the adapter, if there is one."""
+    return [
+        {"prompt": prompt, "tokens": tokens, **({"adapter": str(adapter)} if adapter and i % 2 else {})}
+        for i, (prompt, tokens) in enumerate(zip(PROMPTS, TOKENS, strict=True))
+    ]
+
+
+def plan(case: Case, mode: str, folder: Path, gpu: bool) -> dict[str, dict[str, Any]]:
+    """The jobs (drive.py) of the engine without the plugin and of the capped one."""
+    asked = requests(folder / "adapter" if case.adapter else None)
+    memory = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2**28} if gpu else {}
+    engine = {"model": str(folder / "wide"), "enforce_eager": mode == "eager", **memory, **case.engine}
+    config = {"policy": f"base:budget={EXPERTS}", "stats": str(folder / "wide.safetensors")}
+    plain = [{"requests": asked}, *([{"requests": requests(None)}] if case.adapter else [])]
+    capped = [{"requests": asked}, {"set": {"budget": BUDGET}, "requests": asked}]
+    capped.append({"set": {"enabled": False}, "requests": asked})
+    return {
+        "plain": {"engine": engine, "phases": plain, "record": True},
+        "capped": {
+            "engine": {**engine, "additional_config": {"moebudget": config}}, "phases": capped, "record": True,
+        },
+    }  # fmt: skip
+
+
+def start(name: str, job: dict[str, Any], folder: Path, env: dict[str, str], limit: int) -> dict[str, Any]:
+    """One engine in a process group of its own -> its answer with the log, or {"error": why, "log": ...}."""
+    asked, answered, log = (folder / f"{name}.{end}" for end in ("jobs.json", "answers.json", "log"))
+    asked.write_text(json.dumps([job]))
+    command = [sys.executable, "-m", "tests.integrations.vllm.drive", str(asked), str(answered)]
+    own = {
+        **os.environ, "PYTHONPATH": os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")]),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # requests arrive in one order, so that two engines make equal steps
+        "VLLM_CACHE_ROOT": str(folder / f"{name}.cache"), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **env,
+    }  # fmt: skip
+    with log.open("w") as out:
+        process = subprocess.Popen(command, cwd=ROOT, env=own, stdout=out, stderr=out, start_new_session=True)
+        try:
+            code: int | str = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = f"stopped after {limit} s"
+            os.killpg(process.pid, signal.SIGKILL)  # its own group: its workers, too
+    text = log.read_text(errors="replace")
+    if code != 0 or not answered.is_file():
+        return {"error": f"exit code {code}", "log": text}
+    [answer] = json.loads(answered.read_text())
+    return {**answer, "log": text}
+
+
+def unions(phase: Phase, which: str) -> dict[tuple[int, int], set[int]]:
+    """(step, layer) -> experts of its decode rows: "run" is what was executed, "own" what the router returned."""
+    found: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for (step, layer, request, position, run), own in zip(phase["rows"], phase["own"], strict=True):
+        if position >= len(PROMPTS[request]):
+            found[step, layer].update(run if which == "run" else own)
+    return found
+
+
+def changed(phase: Phase, prefill: bool) -> int:
+    """Rows times layers that ran other experts than the router returned."""
+    return sum(
+        run != own and (position < len(PROMPTS[request])) == prefill
+        for (_, _, request, position, run), own in zip(phase["rows"], phase["own"], strict=True)
+    )
+
+
+def check_dense(plain: Phase, phase: Phase, what: str) -> Iterator[str]:
+    """A capped engine that must not change anything, against the engine without the plugin."""
+    if phase["tokens"] != plain["tokens"]:
+        others = sum(a != b for a, b in zip(phase["tokens"], plain["tokens"], strict=True))
+        yield f"{what}: {others} of {len(PROMPTS)} requests have other tokens than without the plugin"
+    if phase["rows"] != plain["rows"]:
+        yield f"{what}: other rows or experts were run than without the plugin"
+    if changed(phase, prefill=True) or changed(phase, prefill=False):
+        yield f"{what}: rows ran other experts than the router returned"
+
+
+def check_capped(phase: Phase) -> Iterator[str]:
+    """The phase at BUDGET: what was executed, and whether every rank's counters say the same."""
+    run, own = unions(phase, "run"), unions(phase, "own")
+    wrong = [(key, len(run[key])) for key in run if len(run[key]) != min(BUDGET, len(own[key]))]
+    if wrong:
+        yield f"budget {BUDGET}: {len(wrong)} of {len(run)} layers and steps run other numbers, first {wrong[0]}"
+    if not any(len(union) > BUDGET for union in own.values()):
+        yield f"budget {BUDGET}: no step's own union exceeds it, so nothing is proven"
+    if not changed(phase, prefill=False):
+        yield f"budget {BUDGET}: no decode row was changed"
+    if changed(phase, prefill=True):
+        yield f"budget {BUDGET}: {changed(phase, prefill=True)} prefill rows were changed"
+    decode = sum(position >= len(PROMPTS[request]) for _, _, request, position, _ in phase["rows"])
+    expected = {
+        "steps": len(run), "rows": decode, "fetched": sum(map(len, run.values())),
+        "native_union": sum(map(len, own.values())),
+    }  # fmt: skip
+    for rank, (before, after) in enumerate(zip(phase["before"], phase["states"], strict=True)):
+        counted = {name: round(after["counters"][name] - before["counters"][name]) for name in expected}
+        if counted != expected:
+            yield f"rank {rank} counted {counted}, recorded were {expected}"
+
+
+def check_ranks(phases: list[Phase]) -> Iterator[str]:
+    """Ranks run the same experts and count the same."""
+    if not all(phase["ranks_run_alike"] for phase in phases):
+        yield "ranks run different experts"
+    states = phases[-1]["states"]
+    if any(state["per_layer"] != states[0]["per_layer"] for state in states):
+        yield "ranks count differently"
+
+
+def check_returned(phase: Phase) -> Iterator[str]:
+    """vLLM's own report of what was executed, token by token, against the record."""
+    found = {
+        (request, position, layer): sorted(ids)
+        for request, tokens in enumerate(phase["returned"])
+        for position, layers in enumerate(tokens)
+        for layer, ids in enumerate(layers)
+    }
+    recorded = {(request, position, layer): ids for _, layer, request, position, ids in phase["rows"]}
+    if found != recorded:
+        other = sum(recorded.get(key) != ids for key, ids in found.items())
+        yield f"vLLM returns {len(found)} routed rows, {other} of them unlike the {len(recorded)} recorded"
+
+
+def judge(case: Case, mode: str, plain: dict[str, Any], capped: dict[str, Any], gpu: bool) -> list[str]:
+    """Everything that is wrong."""
+    for name, answer in (("without", plain), ("with", capped)):
+        if "error" in answer:
+            return [f"the engine {name} the plugin did not run: {answer['error']}"]
+    everything, six, off = capped["phases"]
+    first = plain["phases"][0]
+    wrong = [
+        *check_dense(first, everything, f"budget {EXPERTS}"),
+        *check_dense(first, off, "switched off"),
+        *check_capped(six),
+        *check_ranks([*capped["phases"]]),
+    ]
+    if off["states"][0]["counters"] != off["before"][0]["counters"]:
+        wrong.append("switched off: steps were counted")
+    if case.adapter:
+        bare = plain["phases"][1]["tokens"]
+        same = [i for i in range(1, len(bare), 2) if bare[i] == first["tokens"][i]]
+        wrong += [f"the adapter does not change the tokens of requests {same}"] if same else []
+    if case.engine.get("enable_return_routed_experts"):
+        wrong += check_returned(six)
+    path = "kernel" if gpu else "torch (cpu)"
+    if {state["path"] for state in six["states"]} != {path} or f"; {path} path" not in capped["log"]:
+        wrong.append(f"the path is {six['states'][0]['path']!r} or another in the log, not {path!r}")
+    if not re.search(rf"experts by {case.experts_by},", capped["log"]):
+        wrong.append(f"the log does not say 'experts by {case.experts_by}'")
+    if gpu and mode == "graph" and not re.search(r"Capturing CUDA graphs \(.*FULL\)", capped["log"]):
+        wrong.append("the log does not say that full CUDA graphs were captured")
+    return wrong
+
+
+def facts(capped: dict[str, Any]) -> dict[str, Any]:
+    """What was seen at BUDGET, for the row."""
+    if "error" in capped:
+        return {}
+    phase = capped["phases"][1]
+    run, own = (list(map(len, unions(phase, which).values())) for which in ("run", "own"))
+    method = re.search(r"experts by (\w+)", capped["log"])
+    return {
+        "path": phase["states"][0]["path"], "experts_by": method[1] if method else "", "ranks": len(phase["states"]),
+        "steps_and_layers": len(run), "fetched": sum(run) / len(run), "most": max(run),
+        "native_union": sum(own) / len(own), "native_most": max(own),
+    }  # fmt: skip
+
+
+def main() -> None:
+    ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    ap.add_argument("--case", nargs="+", choices=list(CASES), help="default: all that the machine's GPUs allow")
+    ap.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES))
+    ap.add_argument("--workers", type=int, default=8, help="engines that run side by side")
+    ap.add_argument("--limit", type=int, default=400, help="seconds until an engine is stopped")
+    ap.add_argument("--keep", type=Path, help="folder for the checkpoint and the engines' logs and answers")
+    ap.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/vllm_check.jsonl")
+    a = ap.parse_args()
+    count = torch.cuda.device_count()
+    names = a.case or [name for name, case in CASES.items() if case.gpus <= max(count, 1)]
+    short = [name for name in names if count and CASES[name].gpus > count]
+    if short:
+        raise SystemExit(f"{', '.join(short)}: needs 2 GPUs, this machine has {count}")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = a.keep or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_wide(folder)
+        wrong = check(names, a.mode, folder, a.workers, a.limit, count, a.results)
+    sys.exit(bool(wrong))
+
+
+def check(names: list[str], modes: list[str], folder: Path, workers: int, limit: int, gpus: int, results: Path) -> int:
+    """Run the cases, print a line and write a row for each. Returns how many are wrong."""
+    wrong = 0
+    with ThreadPoolExecutor(workers) as pool:
+        started = {}
+        for number, (mode, name) in enumerate((mode, name) for mode in modes for name in names):
+            case = CASES[name]
+            env = {"CUDA_VISIBLE_DEVICES": str(number % gpus)} if gpus and case.gpus == 1 else {}
+            env |= {} if gpus else {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            for which, job in plan(case, mode, folder, gpus > 0).items():
+                off = {"MOEBUDGET_DISABLE": "1"} if which == "plain" else {}
+                label = f"{name}-{mode}-{which}"
+                started[name, mode, which] = pool.submit(start, label, job, folder, {**env, **off}, limit)
+        stamp = provenance.stamp("cuda" if gpus else "cpu")
+        for mode, name in ((mode, name) for mode in modes for name in names):
+            plain, capped = (started[name, mode, which].result() for which in ("plain", "capped"))
+            found = judge(CASES[name], mode, plain, capped, gpus > 0)
+            seen = facts(capped)
+            wrong += bool(found)
+            shown = {k: round(v, 2) if isinstance(v, float) else v for k, v in seen.items()}
+            print(f"{name} {mode}: {'; '.join(['WRONG', *found]) if found else f'ok {shown}'}", flush=True)
+            for answer in (plain, capped):
+                if "error" in answer:
+                    print(*answer["log"].splitlines()[-40:], sep="\n", flush=True)
+            row = {
+                "bench": "vllm_check", "case": name, "mode": mode, "ok": not found, "wrong": found,
+                "experts": EXPERTS, "top_k": 4, "layers": LAYERS, "budget": BUDGET, **seen, **stamp,
+            }  # fmt: skip
+            provenance.append_rows(results, [row])
+    return wrong
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""An extension of vLLM's workers that records what every row of every layer runs, eager or in CUDA graphs.
+
+What a row is, is found here anew from vLLM's own positions; nothing asks moebudget. Ids are copied on the device into
+buffers of fixed addresses, so a captured graph fills them at every replay; they are read after each step.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Row = tuple[int, int, int, int, list[int], list[int]]  # step, layer, request, position, ids run, ids of the model
+
+
+class Recorder:
+    """Of one model runner. `rows` grows while `on`; a step is one forward pass with requests in it."""
+
+    def __init__(self, model_runner: Any) -> None:
+        from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+        self.rows: list[Row] = []
+        self.step, self.on = 0, False
+        self.batch: list[tuple[int, int]] = []
+        layers = [m for m in model_runner.get_model().modules() if isinstance(m, MoERunner)]
+        config = model_runner.vllm_config
+        size = max(int(model_runner.max_num_tokens), int(config.compilation_config.max_cudagraph_capture_size or 0))
+        shape = (2, len(layers), size, layers[0].router.top_k)
+        with torch.inference_mode(False):
+            self.buffer = torch.full(shape, -1, dtype=torch.int32, device=model_runner.device)
+        for layer, run, own in zip(layers, *self.buffer, strict=True):
+            observe(layer.router, run, own)
+        self._watch(model_runner)
+
+    def _watch(self, model_runner: Any) -> None:
+        second = hasattr(model_runner, "prepare_inputs")
+        name = "prepare_inputs" if second else "_prepare_inputs"
+        prepare, execute = getattr(model_runner, name), model_runner.execute_model
+
+        def prepared(*args: Any, **kwargs: Any) -> Any:
+            result = prepare(*args, **kwargs)
+            self.batch = describe(result if second else model_runner.input_batch, model_runner, second)
+            return result
+
+        def executed(*args: Any, **kwargs: Any) -> Any:
+            self.batch = []
+            result = execute(*args, **kwargs)
+            if self.on and self.batch:
+                self._note()
+            return result
+
+        setattr(model_runner, name, prepared)
+        model_runner.execute_model = executed
+
+    def _note(self) -> None:
+        self.step += 1
+        run, own = self.buffer[:, :, : len(self.batch)].tolist()
+        for layer, (ids, model_ids) in enumerate(zip(run, own, strict=True)):
+            for (request, position), a, b in zip(self.batch, ids, model_ids, strict=True):
+                self.rows.append((self.step, layer, request, position, sorted(a), sorted(b)))
+
+
+def describe(batch: Any, model_runner: Any, second: bool) -> list[tuple[int, int]]:
+    """(request, position) of each row, from the batch of vLLM's second model runner, or of its first."""
+    starts = batch.query_start_loc_np if second else model_runner.query_start_loc.np
+    computed = batch.num_computed_tokens_np if second else batch.num_computed_tokens_cpu
+    return [
+        (int(request.split("-")[0]), int(computed[number]) + offset)
+        for number, request in enumerate(batch.req_ids)
+        for offset in range(int(starts[number + 1] - starts[number]))
+    ]
+
+
+def observe(router: Any, run: Tensor, own: Tensor) -> None:
+    """Copy the ids that vLLM's kernels are given into `run`, those that vLLM's router returned into `own`, [T, K]."""
+    before = router.capture_fn
+
+    def capture(ids: Tensor) -> None:
+        if before is not None:  # vLLM's own observer, for enable_return_routed_experts
+            before(ids)
+        run[: ids.shape[0]].copy_(ids)
+
+    router.set_capture_fn(capture)
+    router.own_ids = own
+    # moebudget's class of a router derives from vLLM's: what vLLM's returns is not yet changed.
+    note_routing(next(cls for cls in type(router).__mro__ if cls.__module__.startswith("vllm.")))
+
+
+@functools.cache
+def note_routing(cls: Any) -> None:
+    original = cls._compute_routing
+
+    @functools.wraps(original)
+    def _compute_routing(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        weights, ids = original(self, *args, **kwargs)
+        own = getattr(self, "own_ids", None)
+        if own is not None:
+            own[: ids.shape[0]].copy_(ids)
+        return weights, ids
+
+    cls._compute_routing = _compute_routing
+
+
+class Extension:
+    """RPC: `collective_rpc("record_start")`, then `collective_rpc("record_take")`."""
+
+    model_runner: Any
+
+    def record_start(self) -> None:
+        """Forget what was recorded, and record."""
+        recorder = recorder_of(self.model_runner)
+        recorder.rows, recorder.step, recorder.on = [], 0, True
+
+    def record_take(self) -> list[Row]:
+        """What was recorded since."""
+        recorder = recorder_of(self.model_runner)
+        recorder.on = False
+        return recorder.rows
+
+
+def recorder_of(model_runner: Any) -> Recorder:
+    if not hasattr(model_runner, "recorder"):
+        model_runner.recorder = Recorder(model_runner)
+    return model_runner.recorder  # type: ignore[no-any-return]
+
+
+def record_from_the_first_capture() -> None:
+    """A graph holds what was there when it was captured: vLLM captures in this method of its GPU worker."""
+    cls = sys.modules["vllm.v1.worker.gpu_worker"].Worker
+    original = cls.compile_or_warm_up_model
+
+    @functools.wraps(original)
+    def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder_of(self.model_runner)
+        return original(self, *args, **kwargs)
+
+    cls.compile_or_warm_up_model = compile_or_warm_up_model
+
+
+record_from_the_first_capture()  # vLLM imports this file in the worker, after its worker's class
