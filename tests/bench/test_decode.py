@@ -105,7 +105,12 @@ def test_random_layers_are_alike_or_of_another_scale() -> None:
         ({"name": "qwen3-30b", "budgets": [8, 0]}, ValueError, "budget=0 must be"),
         ({"name": "qwen3-30b", "batches": [0]}, ValueError, r"batch sizes \[0\]"),
         ({"name": "qwen3-30b", "batches": []}, ValueError, "and one at least"),
-        ({"name": "nowhere"}, FileNotFoundError, "'nowhere' is neither a folder with a config.json nor one of qwen3"),
+        (
+            {"name": "nowhere"},
+            FileNotFoundError,
+            "'nowhere' is no folder with a config.json, no such file, and none of",
+        ),
+        ({"name": "qwen3-30b", "budgets": {16: [8], 4: [0]}, "batches": [16, 4]}, ValueError, "budget=0 must be"),
         ({"name": "qwen3-30b", "policy": "exfold:budget=4"}, ValueError, "random statistics have no fold_loss"),
     ],
 )

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from moebudget.bench.sizes import SIZES
+from moebudget.bench.sizes import SIZES, read_config
 from moebudget.cli import app
 from moebudget.diagnose import report
-from moebudget.diagnose.report import estimate, measure, read_config
+from moebudget.diagnose.report import estimate, measure
 from moebudget.diagnose.roofline import Roofline, roofline
 from moebudget.diagnose.verdict import fit, judge, window
 
@@ -60,7 +60,17 @@ def machine(a: float, b: float, noise: float = 0.0) -> list[tuple[float, float]]
         (machine(2, PRICE), 16, 8.2, 4, "will not help", "hardly more than the 8 .* the operating window is empty"),
         (machine(2, PRICE), 1, 8, 4, "will not help", "one row fetches its own 8"),
         (machine(2, PRICE), 16, 15, 16, "will not help", "no more than the budget of 16"),
-        (machine(2, PRICE), 256, 128, 16, "will not help", "want each of the 128 experts 16 times"),
+        (
+            machine(2, PRICE),
+            256,
+            128,
+            16,
+            "will not help",
+            "too large a batch: .* 16 times .* a budget of 16 keeps 12%",
+        ),
+        (machine(2, PRICE), 256, 128, 96, "will help", "from 128.0 experts a layer to 96"),
+        (machine(900, PRICE), 256, 128, 16, "will not help", "do not depend on experts"),
+        (machine(9000, 0, 30), 16, 80, 16, "will not help", "no difference that can be seen, and 1.00 times"),
     ],
 )
 def test_verdict_is_another(
@@ -102,21 +112,32 @@ class Counted:
     """Stands in for an engine with constant step time."""
 
     def __call__(
-        self, model: str, budgets: list[int], batch: int, **_: Any
-    ) -> tuple[list[tuple[float, float]], float]:
-        self.asked = (model, list(budgets), batch)
-        return [(min(b, 80.0), 5.0 + 0.001 * (i % 2)) for i, b in enumerate(budgets)], 80.0
+        self, model: str, config: dict[str, Any], budgets: dict[int, list[int]], **_: Any
+    ) -> dict[int, tuple[list[tuple[float, float]], float]]:
+        self.asked = (model, config, budgets)
+        return {
+            batch: ([(min(b, 80.0), 5.0 + 0.001 * (i % 2)) for i, b in enumerate(some)], 80.0)
+            for batch, some in budgets.items()
+        }
 
 
 def test_engine_with_constant_step_time_is_recommended(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Counted()
     monkeypatch.setattr(report, "_vllm", engine)
     monkeypatch.setattr(report, "copy_bandwidth", lambda _: 4800.0)
-    options: dict[str, Any] = {"union": None, "data": None, "device": "cpu", "dtype": None}
-    row = measure("m", SIZES["qwen3-30b"], "vllm", batch=16, budget=10, **options)
-    assert (row["answer"], row["union"], engine.asked[2]) == ("will not help", 80.0, 16)
-    assert {128, 10} <= set(engine.asked[1])
-    early = measure("m", SIZES["qwen3-30b"], "vllm", batch=1, budget=10, **options)
+    one, row = measure("m", SIZES["qwen3-30b"], "vllm", batches=[1, 16], budget=10, device="cpu")
+    assert (row["answer"], row["union"], row["B"]) == ("will not help", 80.0, 16)
+    assert row["b_over_price"] == pytest.approx(row["b_ms"] / (48 * 3 * 2048 * 768 * 2 / 4800e6))
+    assert {128, 10} <= set(engine.asked[2][16])
+    assert engine.asked[2][1] == [128, 10, 4, 3, 2, 1]  # below the 8 of one row, or there is no line
+    assert (one["B"], one["answer"]) == (1, "will not help")
+    with pytest.raises(ValueError, match="union=48 belongs to one batch size, and 2 are given"):
+        measure("m", SIZES["qwen3-30b"], "vllm", batches=[1, 16], budget=10, union=48)
+
+
+def test_engine_is_started_for_an_answer_that_follows_from_the_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "_vllm", None)
+    [early] = measure("m", SIZES["qwen3-30b"], "vllm", batches=[1], budget=10, device="cpu")
     assert (early["answer"], early["points"]) == ("will not help", [])
 
 
@@ -125,9 +146,8 @@ def test_model_larger_than_the_memory_is_started(monkeypatch: pytest.MonkeyPatch
     pages = {"SC_PHYS_PAGES": 3_000_000, "SC_PAGE_SIZE": 10_000}
     monkeypatch.setattr("os.sysconf", pages.__getitem__)
     monkeypatch.setattr(report, "copy_bandwidth", lambda _: 4800.0)
-    options: dict[str, Any] = {"union": None, "data": None, "device": "cpu", "dtype": None}
     with pytest.raises(MemoryError, match=r"qwen3-30b in bf16 does not fit: its weights take 60\.\d GB, cpu has 30.0"):
-        measure("qwen3-30b", SIZES["qwen3-30b"], "vllm", batch=16, budget=10, **options)
+        measure("qwen3-30b", SIZES["qwen3-30b"], "vllm", batches=[16], budget=10, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -139,6 +159,8 @@ def test_model_larger_than_the_memory_is_started(monkeypatch: pytest.MonkeyPatch
         (["qwen3-30b", "--bandwidth", "-1"], "must be above 0"),
         (["qwen3-30b", "--engine", "tgi"], "unknown engine 'tgi'"),
         (["qwen3-30b", "--engine", "hf"], "decodes after given text"),
+        (["qwen3-30b", "--engine", "vllm", "--vllm", "{"], "is not JSON"),
+        (["qwen3-30b", "--engine", "vllm", "--vllm", "[1]"], "must be an object"),
     ],
 )
 def test_wrong_option_is_taken(arguments: list[str], says: str) -> None:
@@ -154,13 +176,14 @@ def test_config_without_experts_is_estimated(tmp_path: Path) -> None:
 
 def test_demo_model_is_not_timed(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    options = ["--budget", "10", "--batch", "4", "--steps", "2"]
+    options = ["--budget", "10", "--batch", "4", "--batch", "2", "--steps", "2"]
     result = CliRunner().invoke(app, ["diagnose", "demo", *options, "--results", str(rows)])
     assert result.exception is None, result.output
-    row = json.loads(rows.read_text())
+    row, other = map(json.loads, rows.read_text().splitlines())
+    assert (row["B"], other["B"]) == (4, 2)
     assert row["answer"] in result.output
     assert (row["model"], row["engine"]) == ("moebudget-demo-8m", "hf")
-    fetched = {budget: x for budget, (x, _, _) in zip((64, 32, 24, 16, 10, 8, 4), row["points"], strict=True)}
+    fetched = {budget: x for budget, (x, _, _) in zip((64, 16, 12, 10, 8, 4, 2), row["points"], strict=True)}
     assert fetched[4] == 4
     assert fetched[8] == pytest.approx(8)
     assert fetched[64] == pytest.approx(row["native_union"])

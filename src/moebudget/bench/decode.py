@@ -11,7 +11,7 @@ import importlib.util
 import json
 import multiprocessing
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch
 
 from moebudget import provenance
 from moebudget.bench.engine import Plan, Timing, Turn, decode
-from moebudget.bench.sizes import SIZES, UNIONS, moe_facts, random_stats
+from moebudget.bench.sizes import UNIONS, moe_facts, random_stats, read_config
 from moebudget.integrations.loading import MissingExtraError
 from moebudget.presets import parse
 
@@ -99,29 +99,34 @@ def _apart(arguments: tuple[Any, ...]) -> list[Timing]:
 def _model(name: str, policy: str, stats: str | None) -> Iterator[tuple[str, bool, str | None]]:
     """A folder for vLLM, whether its weights are random, and statistics: given ones, or random as the weights are."""
     with tempfile.TemporaryDirectory() as folder:
-        if name in SIZES:
-            Path(folder, "config.json").write_text(json.dumps(SIZES[name]))
-            needs = parse(policy).needs
-            if stats is None and needs:
-                random_stats(SIZES[name], needs).save(Path(folder, "stats.safetensors"))
-                stats = str(Path(folder, "stats.safetensors"))
-            yield folder, True, stats
-        else:
-            if not Path(name, "config.json").is_file():
-                raise FileNotFoundError(
-                    f"{name!r} is neither a folder with a config.json nor one of {', '.join(SIZES)}"
-                )
+        config = read_config(name)
+        if Path(name).is_dir():
             yield name, False, stats
+            return
+        Path(folder, "config.json").write_text(json.dumps(config))
+        needs = parse(policy).needs
+        if stats is None and needs:
+            random_stats(config, needs).save(Path(folder, "stats.safetensors"))
+            stats = str(Path(folder, "stats.safetensors"))
+        yield folder, True, stats
+
+
+def _each(budgets: Sequence[int] | Mapping[int, Sequence[int]], batches: Sequence[int]) -> dict[int, Sequence[int]]:
+    """The budgets of each batch size; of a plain list the first has all, the others two."""
+    if isinstance(budgets, Mapping):
+        return {batch: budgets[batch] for batch in batches}
+    return {batch: budgets if batch == batches[0] else budgets[:2] for batch in batches}
 
 
 def run_decode(
     name: str,
     policy: str = "base:budget=16",
-    budgets: Sequence[int] = BUDGETS,
+    budgets: Sequence[int] | Mapping[int, Sequence[int]] = BUDGETS,
     batches: Sequence[int] = BATCHES,
     *,
     prompt: int = 128,
     tokens: int = 384,
+    repeats: int = 2,
     stats: str | None = None,
     union: float | None = None,
     off: bool = True,
@@ -129,12 +134,13 @@ def run_decode(
     turn: Turn | None = None,
     **engine: Any,
 ) -> list[dict[str, Any]]:
-    """Time a model of `sizes.SIZES` with random weights, or a checkpoint folder. Returns the rows.
+    """Time a model of `sizes.SIZES` or of a config.json with random weights, or a checkpoint folder. Returns the rows.
 
-    The number of experts is added to the budgets: that is the dense model. `off` starts another engine first, without
-    the plugin; with `turn` both at once, which needs memory for both and `kv_cache_memory_bytes` among the arguments
-    of the engine. `union` belongs to the first batch size. `uneven`: averages at which budgets that differ between
-    the layers are timed too, at the first batch size: does a step's time depend on their sum alone?
+    Budgets are a mapping from batch sizes, or those of the first batch size, of which the others get two. The number
+    of experts is added to them: that is the dense model. `off` starts another engine first, without the plugin; with
+    `turn` both at once, which needs memory for both and `kv_cache_memory_bytes` among the arguments of the engine.
+    `union` belongs to the first batch size. `uneven`: averages at which budgets that differ between the layers are
+    timed too, at the first batch size: does a step's time depend on their sum alone?
 
     Raises ValueError for a policy without a budget or a number below 1, FileNotFoundError for a folder that is none,
     MissingExtraError without vLLM.
@@ -142,21 +148,23 @@ def run_decode(
     rule = parse(policy)
     if rule.budget is None:
         raise ValueError(f"policy {policy!r} has no budget to sweep; use one that has, such as base:budget=16")
-    for budget in (*budgets, *uneven):
-        rule.checked_budget(budget)
     if not batches or min(batches) < 1:
         raise ValueError(f"batch sizes {list(batches)} must be whole numbers of at least 1, and one at least")
+    each = _each(budgets, batches)
+    for budget in (*(b for some in each.values() for b in some), *uneven):
+        rule.checked_budget(budget)
     if importlib.util.find_spec("vllm") is None:
         raise MissingExtraError("bench decode drives vLLM, which is not installed: pip install 'moebudget[vllm]'")
     union = UNIONS.get(name) if union is None else union
     with _model(name, policy, stats) as (folder, random, file):
         config = json.loads(Path(folder, "config.json").read_text())
-        plan = Plan(folder, random, tuple(batches), prompt, tokens, engine=tuple(engine.items()))
+        plan = Plan(folder, random, tuple(batches), prompt, tokens, repeats, tuple(engine.items()))
         facts = moe_facts(config)
-        every: list[int | tuple[int, ...]] = [facts.experts]
-        every += [budget for budget in dict.fromkeys(budgets) if budget != facts.experts]
-        every += [ramp(budget, len(facts.layers), facts.experts) for budget in uneven]
-        engines = [(plan, None, None, (), turn)] if off else []
+        every: dict[int, list[int | tuple[int, ...]]] = {
+            batch: list(dict.fromkeys((facts.experts, *some))) for batch, some in each.items()
+        }
+        every[plan.batches[0]] += [ramp(budget, len(facts.layers), facts.experts) for budget in uneven]
+        engines: list[tuple[Any, ...]] = [(plan, None, None, {}, turn)] if off else []
         with ThreadPoolExecutor(1 if turn is None else 2) as threads:
             timed = list(threads.map(_apart, [*engines, (plan, policy, file, every, turn)]))
         found, without = timed[-1], timed[0] if off else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ class Plan:
     batches: tuple[int, ...]
     prompt: int = 128
     tokens: int = 384
-    repeats: int = 2  # the fastest counts
+    repeats: int = 2  # turns over the budgets; of each the fastest counts
     engine: tuple[tuple[str, Any], ...] = ()  # further arguments of vLLM's LLM
 
 
@@ -90,11 +90,13 @@ def decode(
     plan: Plan,
     policy: str | None,
     stats: str | None,
-    budgets: Sequence[int | tuple[int, ...]],
+    budgets: Mapping[int, Sequence[int | tuple[int, ...]]],
     turn: Turn | None = None,
 ) -> list[Timing]:
-    """Start one engine and time the first batch size at every budget, others at the first three (the largest one, so
-    the dense model, and two more). A tuple is one budget a layer. Without a policy the plugin stays out.
+    """Start one engine and time each batch size at its budgets. Without a policy and budgets the plugin stays out.
+
+    A tuple is one budget a layer. Turns over the budgets interleave, so that a slow moment of the machine hits all
+    alike.
     """
     from vllm import LLM, SamplingParams
 
@@ -122,16 +124,24 @@ def decode(
     def times() -> Iterator[Timing]:
         for batch in plan.batches:
             generate(batch, 8)
-            for budget in (budgets if batch == plan.batches[0] else budgets[:3]) or (None,):
-                if budget is not None:
-                    llm.collective_rpc("moebudget_set", args=(list(budget) if isinstance(budget, tuple) else budget,))
-                generate(batch, 4)
-                first = min(generate(batch, 1) for _ in range(plan.repeats))
-                before = None if budget is None else llm.collective_rpc("moebudget_state")[0]
-                whole = min(generate(batch, 1 + plan.tokens) for _ in range(plan.repeats))
-                after = None if budget is None else llm.collective_rpc("moebudget_state")[0]
+            asked: Sequence[int | tuple[int, ...] | None] = budgets.get(batch) or (None,)
+            seconds: list[list[tuple[float, float]]] = [[] for _ in asked]
+            states: list[list[Any]] = [[] for _ in asked]
+            for _ in range(plan.repeats):
+                for budget, taken, seen in zip(asked, seconds, states, strict=True):
+                    if budget is not None:
+                        value = list(budget) if isinstance(budget, tuple) else budget
+                        llm.collective_rpc("moebudget_set", args=(value,))
+                    generate(batch, 4)
+                    first = generate(batch, 1)
+                    before = None if budget is None else llm.collective_rpc("moebudget_state")[0]
+                    taken.append((first, generate(batch, 1 + plan.tokens)))
+                    if budget is not None:
+                        seen.append((before, llm.collective_rpc("moebudget_state")[0]))
+            for budget, taken, seen in zip(asked, seconds, states, strict=True):
+                first, whole = (min(times) for times in zip(*taken, strict=True))
                 tpot, speed = 1e3 * (whole - first) / plan.tokens, batch * (1 + plan.tokens) / whole
-                counts = _counts(before, after)
+                counts = _counts(seen)
                 if isinstance(budget, tuple):
                     counts["budgets"], budget = budget, round(sum(budget) / len(budget))
                 timing = Timing(batch, budget, tpot, speed, **counts)
@@ -145,12 +155,15 @@ def decode(
         llm.llm_engine.engine_core.shutdown()  # or this process waits for the engine's forever
 
 
-def _counts(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any]:
-    """What the plugin counted between two states."""
-    if before is None or after is None:
+def _counts(states: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+    """What the plugin counted between the two states of each turn."""
+    if not states:
         return {}
-    pairs = list(zip(before["per_layer"], after["per_layer"], strict=True))
-    change = {name: [b[name] - a[name] for a, b in pairs] for name in ("steps", "fetched", "native_union")}
+    layers, after = range(len(states[0][0]["per_layer"])), states[-1][1]
+    change = {
+        name: [sum(b["per_layer"][i][name] - a["per_layer"][i][name] for a, b in states) for i in layers]
+        for name in ("steps", "fetched", "native_union")
+    }
     steps = sum(change["steps"])
     by_layer = tuple(f / s for f, s in zip(change["fetched"], change["steps"], strict=True))
     return {
@@ -160,5 +173,5 @@ def _counts(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict
         "by_layer": by_layer,
         "path": after["path"],
         "expert_bytes": after["fetched_bytes_per_expert"],
-        "layers": len(pairs),
+        "layers": len(layers),
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +43,20 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Distinct experts a layer that the trained model fetches at 16 rows, https://arxiv.org/abs/2609.36222.
 UNIONS = {"qwen3-30b": 48.8}
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """The config.json of a folder, of a file, or of one of SIZES. FileNotFoundError for anything else."""
+    if model in SIZES:
+        return SIZES[model]
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{model!r} is no folder with a config.json, no such file, and none of {', '.join(SIZES)}"
+        )
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return config
 
 
 def moe_facts(config: dict[str, Any]) -> ModelFacts:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from moebudget.diagnose.bandwidth import synchronize
 from moebudget.evaluate.tasks import cache_argument
 from moebudget.integrations.transformers import attach
 from moebudget.presets import parse
@@ -38,30 +39,11 @@ def step_times(
         for budget in budgets:
             cache, last = copy.deepcopy(prompt), tokens[:, -1:]
             with attach(model, parse(f"squared:budget={budget}"), finished_ids=frozenset()) as run:
-                _synchronize(tokens.device)
+                synchronize(tokens.device)
                 start = time.perf_counter()
                 for _ in range(steps):
                     last = model(input_ids=last, use_cache=True, **{name: cache}).logits[:, -1:].argmax(-1)
-                _synchronize(tokens.device)
+                synchronize(tokens.device)
                 found[budget].append(1e3 * (time.perf_counter() - start) / steps)
                 fetched[budget] = run.counters.fetched
     return [(fetched[budget], min(found[budget])) for budget in budgets], fetched[max(budgets)]
-
-
-def copy_bandwidth(device: torch.device, size: int = 2**28) -> float:
-    """GB/s of a large copy on the device, reads and writes counted; the fastest of five."""
-    source = torch.empty(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(5):
-        _synchronize(device)
-        start = time.perf_counter()
-        target.copy_(source)
-        _synchronize(device)
-        times.append(time.perf_counter() - start)
-    return 2 * size / min(times) / 1e9
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from moebudget.bench.sizes import SIZES, UNIONS
-from moebudget.diagnose.hf import copy_bandwidth, step_times
+from moebudget.bench.decode import run_decode
+from moebudget.bench.engine import Turn
+from moebudget.bench.sizes import UNIONS
+from moebudget.diagnose.bandwidth import copy_bandwidth
 from moebudget.diagnose.roofline import GPUS, Roofline, roofline
-from moebudget.diagnose.verdict import LEAST_GAIN, Verdict, fit, judge, judge_shape
+from moebudget.diagnose.verdict import LEAST_GAIN, Verdict, fit, judge, judge_shape, too_many_rows
 from moebudget.integrations.loading import require_memory
 from moebudget.spelling import unknown
 
 ENGINES = ("none", "hf", "vllm")
-PROMPT = 32  # tokens of text before decoding, for engine hf
+PROMPT = 32  # tokens before decoding
+REPEATS = 3  # turns of a vLLM engine over the budgets
+Timed = dict[int, tuple[list[tuple[float, float]], float]]  # by batch: (experts, ms) a budget, the native union
 
 
-def read_config(model: str) -> dict[str, Any]:
-    """The config.json of a folder, of a file, or of one of SIZES. FileNotFoundError for anything else."""
-    if model in SIZES:
-        return SIZES[model]
-    path = Path(model)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{model!r} is no folder with a config.json, no such file, and none of {', '.join(SIZES)}"
-        )
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return config
-
-
-def sweep(shape: Roofline, budget: int) -> list[int]:
-    """Budgets at which steps are timed: all experts, the one asked for, and five between and below."""
-    marks = {shape.experts, budget, *(round(shape.experts * part) for part in (0.5, 0.375, 0.25, 0.125, 0.0625))}
+def sweep(shape: Roofline, budget: int, batch: int) -> list[int]:
+    """Budgets at which steps are timed: all experts, the one asked for, and five below what `batch` rows can fetch."""
+    most = min(shape.experts, batch * shape.top_k)
+    marks = {shape.experts, budget, *(round(most * part) for part in (0.5, 0.375, 0.25, 0.125, 0.0625))}
     return sorted((m for m in marks if 1 <= m <= shape.experts), reverse=True)
 
 
@@ -60,16 +49,21 @@ def estimate(
         raise ValueError(f"bandwidth={gb_s:g} GB/s must be above 0")
     shape = roofline(config)
     fetched = shape.union(batch) if union is None else union
-    marks = sorted({min(float(m), fetched) for m in sweep(shape, budget)} | {fetched}, reverse=True)
+    marks = sorted({min(float(m), fetched) for m in sweep(shape, budget, batch)} | {fetched}, reverse=True)
     whole = shape.step_ms(fetched, batch, context, gb_s)
     points = [(m, ms, whole / ms) for m in marks for ms in (shape.step_ms(m, batch, context, gb_s),)]
     gain = whole / shape.step_ms(min(budget, fetched), batch, context, gb_s)
-    verdict = judge_shape(shape, batch=batch, union=fetched, budget=budget) or Verdict(
-        "cannot tell" if gain >= LEAST_GAIN else "will not help",
-        f"at most {gain:.2f} times faster by bytes alone, for {fetched:.1f} experts a layer"
-        f"{' if all are equally likely' if union is None else ''}; launches, arithmetic and routing come on top: "
-        "measure with --engine vllm",
-        gain,
+    early = judge_shape(shape, batch=batch, union=fetched, budget=budget)
+    verdict = (
+        early
+        or too_many_rows(shape, batch=batch, budget=budget, gain=gain)
+        or Verdict(
+            "cannot tell" if gain >= LEAST_GAIN else "will not help",
+            f"at most {gain:.2f} times faster by bytes alone, for {fetched:.1f} experts a layer"
+            f"{' if all are equally likely' if union is None else ''}; launches, arithmetic and routing come on top: "
+            "measure with --engine vllm",
+            gain,
+        )
     )
     title = f"estimate by bytes, no measurement: {batch} rows, {context} tokens behind each, {gb_s:,.0f} GB/s"
     return _row(title, shape, "none", batch, budget, fetched, points, verdict, gb_s, "cpu")
@@ -80,68 +74,102 @@ def measure(
     config: dict[str, Any],
     engine: str,
     *,
-    batch: int,
+    batches: Sequence[int],
     budget: int,
-    union: float | None,
-    data: str | None,
-    device: str | None,
-    dtype: str | None,
+    union: float | None = None,
+    data: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
     steps: int | None = None,
-) -> dict[str, Any]:
-    """Step times on this machine, the line through them, and the verdict."""
+    gb_s: float | None = None,
+    turn: Turn | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Step times on this machine, the line through them, and the verdict: a row a batch size, all from one engine.
+
+    Where every answer follows from the shape, nothing is started. `gb_s` stands in for a measured copy; `turn` and
+    `arguments` of vLLM's LLM are as in `bench.decode.run_decode`. ValueError for a union of several batch sizes.
+    """
+    if union is not None and len(batches) > 1:
+        raise ValueError(f"union={union:g} belongs to one batch size, and {len(batches)} are given; give one --batch")
     shape = roofline(config)
-    union = UNIONS.get(model) if union is None and batch == 16 else union
-    early = judge_shape(shape, batch=batch, union=shape.experts if union is None else union, budget=budget)
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
-    if early is not None:
-        return _row("not measured", shape, engine, batch, budget, union, [], early, None, where)
-    gb_s = copy_bandwidth(torch.device(where))
-    timed = _hf if engine == "hf" else _vllm
+    unions = {batch: UNIONS.get(model) if union is None and batch == 16 else union for batch in batches}
+    early = {
+        batch: judge_shape(shape, batch=batch, union=shape.experts if known is None else known, budget=budget)
+        for batch, known in unions.items()
+    }
+    if None not in early.values():
+        named = [(b, unions[b], v) for b, v in early.items() if v is not None]
+        return [_row("not measured", shape, engine, b, budget, u, [], v, None, where) for b, u, v in named]
+    gb_s = copy_bandwidth(torch.device(where)) if gb_s is None else gb_s
     many = {} if steps is None else {"steps": steps}
-    times, native = timed(model, sweep(shape, budget), batch, data=data, device=where, dtype=dtype, **many)
-    union, line = native if union is None else union, fit(times)
-    verdict = judge(line, shape, batch=batch, union=union, budget=budget, gb_s=gb_s)
-    points = [(fetched, ms, line.at(union) / ms) for fetched, ms in times]
-    sign = "-" if line.b < 0 else "+"
-    title = f"{engine}, {batch} rows: {line.a:.3f} ms {sign} {abs(line.b):.4f} ms an expert a layer, R² {line.r2:.3f}"
-    row = _row(title, shape, engine, batch, budget, union, points, verdict, gb_s, where)
-    return {**row, "a_ms": line.a, "b_ms": line.b, "b_half_ms": line.b_half, "r2": line.r2, "native_union": native}
+    budgets = {batch: sweep(shape, budget, batch) for batch in batches}
+    if engine == "hf":
+        timed = _hf(model, budgets, data=data, device=where, dtype=dtype, **many)
+    else:
+        timed = _vllm(model, config, budgets, device=where, turn=turn, arguments=arguments or {}, **many)
+    rows = []
+    for batch, (times, native) in timed.items():
+        known, line = native if unions[batch] is None else unions[batch], fit(times)
+        assert known is not None
+        verdict = judge(line, shape, batch=batch, union=known, budget=budget, gb_s=gb_s)
+        points = [(fetched, ms, line.at(known) / ms) for fetched, ms in times]
+        sign = "-" if line.b < 0 else "+"
+        title = (
+            f"{engine}, {batch} rows: {line.a:.3f} ms {sign} {abs(line.b):.4f} ms an expert a layer, R² {line.r2:.3f}"
+        )
+        row = _row(title, shape, engine, batch, budget, known, points, verdict, gb_s, where)
+        found = {"a_ms": line.a, "b_ms": line.b, "b_half_ms": line.b_half, "r2": line.r2, "native_union": native}
+        rows.append({**row, **found, "b_over_price": line.b / shape.expert_ms(gb_s)})
+    return rows
 
 
 def _hf(
     model: str,
-    budgets: Sequence[int],
-    batch: int,
+    budgets: Mapping[int, Sequence[int]],
     *,
     data: str | None,
     device: str,
     dtype: str | None,
     steps: int = 8,
-) -> tuple[list[tuple[float, float]], float]:
+) -> Timed:
+    from moebudget.diagnose.hf import step_times
     from moebudget.evaluate.report import read_windows
     from moebudget.integrations.loading import default_dtype, load_model, vocabulary
 
     assert data is not None
     loaded, tokenizer = load_model(model, device=device, dtype=default_dtype(device) if dtype is None else dtype)
-    text = read_windows(data, tokenizer, vocabulary(loaded), PROMPT - 1, batch, tokenizer.eos_token_id)
-    if len(text) < batch:
-        raise ValueError(f"{data} holds {len(text)} windows of {PROMPT} tokens, {batch} rows need as many")
-    return step_times(loaded, text.to(device), budgets, steps)
+    most = max(budgets)
+    text = read_windows(data, tokenizer, vocabulary(loaded), PROMPT - 1, most, tokenizer.eos_token_id)
+    if len(text) < most:
+        raise ValueError(f"{data} holds {len(text)} windows of {PROMPT} tokens, {most} rows need as many")
+    return {batch: step_times(loaded, text[:batch].to(device), some, steps) for batch, some in budgets.items()}
 
 
 def _vllm(
-    model: str, budgets: Sequence[int], batch: int, *, device: str, steps: int = 128, **_: Any
-) -> tuple[list[tuple[float, float]], float]:
-    from moebudget.bench.decode import run_decode
-
-    config = read_config(model)
+    model: str,
+    config: dict[str, Any],
+    budgets: Mapping[int, Sequence[int]],
+    *,
+    device: str,
+    turn: Turn | None,
+    arguments: Mapping[str, Any],
+    steps: int = 128,
+) -> Timed:
     if "quantization_config" not in config:
         shape = roofline(config)
         whole = shape.other_bytes + shape.layers * shape.experts * shape.expert_bytes
         require_memory(whole, device, f"{model} in bf16")
-    rows = run_decode(model, "squared:budget=16", budgets, (batch,), tokens=steps, off=False)
-    settings = [row for row in rows if row["bench"] == "decode"]
-    return [(row["fetched"], row["tpot_ms"]) for row in settings], settings[0]["native_union"]
+    rows = run_decode(
+        model, "squared:budget=16", budgets, tuple(budgets), prompt=PROMPT, tokens=steps, repeats=REPEATS, off=False,
+        turn=turn, **arguments,
+    )  # fmt: skip
+    found: Timed = {}
+    for batch in budgets:
+        mine = [row for row in rows if row["bench"] == "decode" and row["B"] == batch]
+        found[batch] = [(row["fetched"], row["tpot_ms"]) for row in mine], mine[0]["native_union"]
+    return found
 
 
 def _row(

@@ -14,7 +14,8 @@ from moebudget.diagnose.roofline import Roofline
 Answer = Literal["will help", "will not help", "cannot tell"]
 LEAST_GAIN = 1.05  # below this ratio nothing is worth a change of the model's outputs
 CLOSE = 0.5  # the share of the memory's price that an expert must cost before we call a step bound by expert bytes
-ROWS_AN_EXPERT = 8  # mean rows that want an expert, above which leaving one out re-routes too much of the batch
+ROWS_AN_EXPERT = 8  # mean rows that want an expert, above which a budget below KEPT of them re-routes too much
+KEPT = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +84,13 @@ def judge(line: Line, shape: Roofline, *, batch: int, union: float, budget: int,
             f"{cost}: the step is bound by something else (launches, the host, arithmetic), so fetching fewer experts "
             "saves little; capture CUDA graphs or look at a profile first",
         )
-    if line.b - line.b_half <= 0 and high < LEAST_GAIN:
+    rest = line.at(union) - price * (union - budget)  # of the step, if leaving experts out saves what reading costs
+    most_gain = min(high, line.at(union) / rest if rest > 0 else math.inf)
+    if line.b - line.b_half <= 0 and most_gain < LEAST_GAIN:
         return Verdict(
             "will not help",
-            f"{cost}: fetching fewer makes no difference that can be seen, and {high:.2f} times faster at most",
+            f"{cost}: fetching fewer makes no difference that can be seen, and {most_gain:.2f} times faster at most; "
+            "the step is bound by something else (launches, the host, arithmetic)",
         )
     if line.b - line.b_half <= 0:
         return Verdict(
@@ -101,6 +105,9 @@ def judge(line: Line, shape: Roofline, *, batch: int, union: float, budget: int,
             f"{cost}, but {line.a:.2f} ms of the {line.at(union):.2f} do not depend on experts: {high:.2f} times at "
             f"most; {lower}",
         )
+    crowded = too_many_rows(shape, batch=batch, budget=budget, gain=gain)
+    if crowded is not None:
+        return crowded
     if low < LEAST_GAIN:
         return Verdict(
             "cannot tell", f"{cost}: {gain:.2f} ± {half:.2f} times; repeat with more steps (--steps)", gain, half
@@ -141,11 +148,18 @@ def judge_shape(shape: Roofline, *, batch: int, union: float, budget: int) -> Ve
             "will not help",
             f"{batch} rows fetch {union:.1f} experts a layer, no more than the budget of {budget}; lower the budget",
         )
-    wanted = batch * shape.top_k / shape.experts
-    if wanted > ROWS_AN_EXPERT:
-        return Verdict(
-            "will not help",
-            f"{batch} rows want each of the {shape.experts} experts {wanted:.0f} times on average: what is left out "
-            "re-routes much of the batch, and an expert that is read serves many rows already",
-        )
     return None
+
+
+def too_many_rows(shape: Roofline, *, batch: int, budget: int, gain: float) -> Verdict | None:
+    """The answer for a batch that wants all experts many times: time falls, and quality pays. No speedup."""
+    wanted = batch * shape.top_k / shape.experts
+    if wanted <= ROWS_AN_EXPERT or budget >= KEPT * shape.experts:
+        return None
+    return Verdict(
+        "will not help",
+        f"too large a batch: {batch} rows want each of the {shape.experts} experts {wanted:.0f} times on average, and "
+        f"a budget of {budget} keeps {budget / shape.experts:.0%} of the routes if loads are equal; a step would be "
+        f"{gain:.2f} times faster, of a model whose tokens are mostly re-routed; take fewer rows a step, or a budget "
+        f"of {math.ceil(KEPT * shape.experts)} and more",
+    )
