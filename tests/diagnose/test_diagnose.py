@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from moebudget.bench.line import fit
 from moebudget.bench.sizes import SIZES, read_config
 from moebudget.cli import app
 from moebudget.diagnose import report
 from moebudget.diagnose.report import estimate, measure
 from moebudget.diagnose.roofline import Roofline, roofline
-from moebudget.diagnose.verdict import fit, judge, window
+from moebudget.diagnose.verdict import judge, window
 
 DEMO = Path(__file__).resolve().parents[2] / "src/moebudget/demo"
 PARAMETERS = {"qwen3-30b": 30.53e9, "qwen1.5-moe": 14.32e9, "deepseek-v2-lite": 15.71e9}  # of the published models
@@ -97,7 +98,7 @@ def test_interval_of_the_slope_is_not_that_of_regression() -> None:
     assert line.b_half == pytest.approx(2.571 * error)
     assert line.at(x_mean, 5.0) == pytest.approx(line.at(x_mean))
     for wrong in (points[:3], [(8.0, 1.0)] * 5):
-        with pytest.raises(ValueError, match="at least four points"):
+        with pytest.raises(ValueError, match="at least 4 points"):
             fit(wrong)
 
 

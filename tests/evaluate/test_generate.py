@@ -8,6 +8,7 @@ import torch
 from moebudget import attach, parse
 from moebudget.evaluate.generate import generate, generated_table, loops
 from tests.calibrate.fitted import built, usual_stats
+from tests.evaluate.test_decode import Letters
 from tests.integrations import tiny
 
 NAME = "qwen3_moe"
@@ -31,21 +32,63 @@ def test_loop_is_overlooked_or_made_up(tokens: list[int], loop: bool) -> None:
     assert loops(tokens) == loop
 
 
-def test_rates_are_not_those_of_the_generations() -> None:
-    model, stats, prompts = built(NAME), usual_stats(NAME), tiny.prompts(32, 5, seed=2)
+class Ending(Letters):
+    """Tokens as letters; one of them ends a text."""
+
+    def __init__(self, end: int) -> None:
+        self.eos_token_id = end  # type: ignore[assignment]
+
+
+def test_rates_are_not_those_of_the_generations(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, stats, prompts = built(NAME), usual_stats(NAME), tiny.prompts(34, 5, seed=2)
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
     with attach(model, "base:budget=3", stats):
-        texts = [model.generate(p, max_new_tokens=20, do_sample=False, eos_token_id=-1) for p in prompts.split(16)]
+        texts = [model.generate(p, max_new_tokens=20, do_sample=False, eos_token_id=-1) for p in prompts.split(8)]
     text = torch.cat(texts)[:, 5:]
     end = int(text[3, 4])  # ends at least this continuation
     ended = int((text == end).any(-1).sum())
-    dense, found = generate(
-        model, [parse("dense"), parse("base:budget=3")], stats, prompts, end_id=end, tokens=20, quiet=True
+    rows = generate(
+        model, [parse("dense"), parse("base:budget=3")], stats, prompts, Ending(end), tokens=20, batch=8, quiet=True
     )
-    assert (found.n, dense.policy) == (32, "dense")
-    assert found.fetched <= 3 < dense.fetched
-    assert 0 < found.ends <= 100
-    assert found.ends == pytest.approx(100 * ended / 32, abs=7)  # a finished row no longer votes for the others
-    assert generated_table([dense, found]).row_count == 2
-    assert found.as_fields()["gen_batching"] == "draining"
-    with pytest.raises(ValueError, match="29 prompts are too few"):
-        generate(model, [parse("dense")], stats, prompts[:29], end_id=end)
+    assert [(r.policy, r.batching) for r in rows] == [
+        (policy, kind) for policy in ("dense", "base:budget=3") for kind in ("constant", "draining")
+    ]
+    full, mixed, constant, draining = rows
+    assert constant.n == draining.n == 34
+    assert constant.fetched <= 3 < full.fetched
+    assert 0 < draining.ends <= 100
+    assert draining.ends == pytest.approx(100 * ended / 34, abs=7)  # a finished row no longer votes for the others
+    assert (constant.rows, full.rows) == (8, 8)
+    assert draining.rows < 8
+    assert mixed.fetched < full.fetched  # fewer rows, fewer experts
+    assert 0 < constant.tail < 50
+    assert draining.tail == 0
+    assert generated_table(rows).row_count == 4
+    fields = {**constant.as_fields(), **draining.as_fields()}
+    assert (fields["gen_constant_rows"], fields["gen_n"]) == (8, 34)
+    assert fields["gen_draining_fetched"] == round(draining.fetched, 4)
+
+
+def test_dense_continuations_depend_on_the_kind_of_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dense model's rows do not see each other; one row leaves nothing to drain."""
+    model, prompts = built(NAME), tiny.prompts(32, 5, seed=2)
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    text = model.generate(prompts, max_new_tokens=16, do_sample=False, eos_token_id=-1)[:, 5:].tolist()
+    end = text[3][4]
+    cut = [t[: t.index(end) + 1] if end in t else t for t in text]
+    rows = generate(model, [parse("dense")], None, prompts, Ending(end), tokens=16, batch=8, quiet=True)
+    for row in rows:
+        assert row.ends == 100 * sum(t[-1] == end for t in cut) / 32
+        assert row.loops == 100 * sum(t[-1] != end and loops(t) for t in cut) / 32
+    (alone,) = generate(
+        model, [parse("dense")], None, prompts, Ending(end), tokens=16, batch=1, batchings=["constant"], quiet=True
+    )
+    assert (alone.tail, alone.rows, alone.ends) == (0, 1, rows[0].ends)
+
+
+def test_too_few_prompts_get_a_rate() -> None:
+    model, prompts = built(NAME), tiny.prompts(32, 5, seed=2)
+    with pytest.raises(ValueError, match="29 prompts are too few for a rate: give at least 30"):
+        generate(model, [parse("dense")], None, prompts[:29], Ending(1))
+    with pytest.raises(ValueError, match="32 prompts are too few for a rate: give at least 40"):
+        generate(model, [parse("dense")], None, prompts, Ending(1), batch=40)

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from moebudget import parse
 from moebudget.evaluate import Quality, evaluate, evaluate_tasks, evaluate_text, retained_energy
-from moebudget.evaluate.report import expert_bytes, half_width, load_windows, pm, quality_table
+from moebudget.evaluate.report import expert_bytes, half_width, pm, quality_table
+from moebudget.evaluate.windows import load_windows
 from moebudget.provenance import stamp
 from tests.calibrate.fitted import built, usual_stats
 from tests.evaluate.test_tasks import Letters, questions
@@ -42,6 +43,7 @@ def quality(**changes: Any) -> Quality:
             "tasks": {},
             "tokens": 5,
             "items": 0,
+            "slices": {},
             **NO_GAPS,
             **changes,
         }

@@ -309,7 +309,7 @@ def spoiled(**changes: Any) -> str:
 
 BROKEN = {
     "empty": ("", ("rows.jsonl", "holds no rows")),
-    "no JSON": (spoiled() + "\n{'a': 1}\n", ("rows.jsonl", "line 2", "no JSON")),
+    "no JSON": (spoiled() + "\n{'a': 1}\n", ("rows.jsonl", "line 2", "not JSON")),
     "no object": ("\n" + spoiled() + "\n[1]\n".replace("[1]", "7"), ("line 3", "JSON object", "int")),
     "no kind": (spoiled(bench="gone"), ("line 1", "'bench'", "missing")),
     "no number": (spoiled() + "\n" + spoiled(nll="gone"), ("rows.jsonl", "line 2", "'quality'", "'nll'", "missing")),

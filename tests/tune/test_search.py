@@ -140,7 +140,10 @@ def test_row_is_measured_twice_or_used_for_other_samples(tmp_path: Path) -> None
     shared.get(free)
     assert asked == []
     path.write_text('{"bench": "tune"}\nnot json\n')
-    with pytest.raises(ValueError, match="line 2: no row"):
+    with pytest.raises(ValueError, match="line 2: not JSON"):
+        ledger_of(path)
+    path.write_text('{"bench": "tune"}\n\n[1]\n')
+    with pytest.raises(ValueError, match="line 3: no row"):
         ledger_of(path)
 
 

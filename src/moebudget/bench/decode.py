@@ -22,19 +22,12 @@ import torch
 
 from moebudget import provenance
 from moebudget.bench.engine import Plan, Timing, Turn, decode
+from moebudget.bench.line import fit
 from moebudget.bench.sizes import UNIONS, moe_facts, random_stats, read_config
 from moebudget.integrations.loading import MissingExtraError
 from moebudget.presets import parse
 
 BUDGETS, BATCHES = (16, 10, 24, 32, 48, 64), (16,)
-
-
-def fit(timings: Sequence[Timing]) -> tuple[float, float, float]:
-    """(a, b, R2) of tpot_ms = a + b * fetched by least squares, over the settings of one batch size."""
-    x, y = np.array([t.fetched for t in timings]), np.array([t.tpot_ms for t in timings])
-    b, a = np.polyfit(x, y, 1)
-    rest = ((y - (a + b * x)) ** 2).sum()
-    return float(a), float(b), float(1 - rest / ((y - y.mean()) ** 2).sum())
 
 
 def ramp(budget: int, layers: int, experts: int) -> tuple[int, ...]:
@@ -67,19 +60,19 @@ def rows_of(
                 "layers": t.layers, "expert_bytes": t.expert_bytes, "gb_s": moved / t.tpot_ms / 1e6,
                 "prompt": plan.prompt, "tokens": plan.tokens, "fetched_by_layer": list(t.by_layer),
             }  # fmt: skip
-        if len(mine) < 3:
+        if len({t.fetched for t in mine}) < 3:  # one row fetches the same at all
             continue
-        a, b, r2 = fit(mine)
+        line = fit([(t.fetched or 0, t.tpot_ms) for t in mine], least=3)
         at = dense.native_union if union is None or batch != plan.batches[0] else union
-        speedups = {str(t.budget): (a + b * at) / (a + b * min(t.budget or 0, at)) for t in mine if at}
+        speedups = {str(t.budget): line.at(at) / line.at(min(t.budget or 0, at)) for t in mine if at}
         yield {
-            "bench": "decode_fit", "engine": "vllm", **shared, "B": batch, "a_ms": a, "b_ms": b, "r2": r2,
-            "native_union": dense.native_union, "at_union": at, "speedup_at_union": speedups,
+            "bench": "decode_fit", "engine": "vllm", **shared, "B": batch, "a_ms": line.a, "b_ms": line.b,
+            "r2": line.r2, "native_union": dense.native_union, "at_union": at, "speedup_at_union": speedups,
         }  # fmt: skip
         for t in (t for t in found if t.batch == batch and t.budgets):
             yield {
                 "bench": "decode_uneven", "engine": "vllm", **shared, "B": batch, "M": t.budget, "fetched": t.fetched,
-                "budgets": list(t.budgets), "tpot_ms": t.tpot_ms, "line_ms": a + b * (t.fetched or 0),
+                "budgets": list(t.budgets), "tpot_ms": t.tpot_ms, "line_ms": line.at(t.fetched or 0),
                 "dense_tpot_ms": dense.tpot_ms, "fetched_by_layer": list(t.by_layer),
             }  # fmt: skip
 

@@ -50,34 +50,38 @@ class Corpus:
     documents: int
 
 
-def _texts_of_file(path: Path) -> Iterator[str]:
+def _texts_of_file(path: Path, field: str | None) -> Iterator[tuple[str, str]]:
     opener = lzma.open if path.suffix == ".xz" else Path.open
     name = path.name.removesuffix(".xz")
     try:
         with opener(path, mode="rt", encoding="utf-8") as file:
             if name.endswith(".jsonl"):
                 for number, line in enumerate(file, start=1):
-                    yield _json_text(path, number, str(line))
+                    yield _json_text(path, number, str(line), field)
+            elif field is not None:
+                raise DataError(f"{path} names no slices: field {field!r} is of the rows of a .jsonl file")
             else:
-                yield from re.split(rf"(?:\A|\n|(?<=\n)){re.escape(SEPARATOR)}(?:\n|\Z)", file.read())
+                for text in re.split(rf"(?:\A|\n|(?<=\n)){re.escape(SEPARATOR)}(?:\n|\Z)", file.read()):
+                    yield "", text
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}") from error
     except (lzma.LZMAError, EOFError) as error:
         raise DataError(f"{path} is damaged or no .xz file: {error}") from error
 
 
-def _json_text(path: Path, number: int, line: str) -> str:
+def _json_text(path: Path, number: int, line: str, field: str | None) -> tuple[str, str]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{path}, line {number}: not JSON ({error})") from error
-    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-        have = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        raise DataError(f"{path}, line {number}: no field 'text' with a string (found: {have})")
-    return str(row["text"])
+    for needed in ("text",) if field is None else ("text", field):
+        if not isinstance(row, dict) or not isinstance(row.get(needed), str):
+            have = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+            raise DataError(f"{path}, line {number}: no field {needed!r} with a string (found: {have})")
+    return "" if field is None else row[field], row["text"]
 
 
-def _texts_of_hub(name: str) -> Iterator[str]:
+def _texts_of_hub(name: str, field: str | None) -> Iterator[tuple[str, str]]:
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -87,14 +91,21 @@ def _texts_of_hub(name: str) -> Iterator[str]:
         ) from error
     try:
         for row in load_dataset(name, split="train", streaming=True):
-            yield str(row["text"])
+            yield "" if field is None else str(row[field]), str(row["text"])
     except (ConnectionError, FileNotFoundError, KeyError, OSError, ValueError) as error:
-        raise DataError(f"the hub data set {name!r} could not be read as rows with a field 'text': {error}") from error
+        fields = "field 'text'" if field is None else f"fields 'text' and {field!r}"
+        raise DataError(f"the hub data set {name!r} could not be read as rows with {fields}: {error}") from error
 
 
 def read_texts(source: str) -> Iterator[str]:
     """Documents of a text file (split at lines `<|endoftext|>`), a .jsonl file (field `text`), either of them as .xz,
     a folder of such files in name order, or a hub data set. Raises DataError that names the file and the line."""
+    for _, text in read_slices(source, None):
+        yield text
+
+
+def read_slices(source: str, field: str | None) -> Iterator[tuple[str, str]]:
+    """(slice, document) as `read_texts` finds them; the slice is the `field` of a row, such as its language."""
     path = Path(source)
     if path.is_dir():
         visible = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
@@ -102,13 +113,13 @@ def read_texts(source: str) -> Iterator[str]:
         if not files:
             raise DataError(f"the folder {path} holds no files")
         for file in files:
-            yield from _texts_of_file(file)
+            yield from _texts_of_file(file, field)
     elif path.is_file():
-        yield from _texts_of_file(path)
+        yield from _texts_of_file(path, field)
     elif path.suffix or source.startswith((".", "/", "~")) or source.count("/") != 1:
         raise DataError(f"no file or folder at {source!r}, and no name of a hub data set (owner/name) either")
     else:
-        yield from _texts_of_hub(source)
+        yield from _texts_of_hub(source, field)
 
 
 def pack(documents: Sequence[Sequence[int]], length: int, end: int | None) -> Packed:
@@ -180,10 +191,7 @@ def tokenize(
     min_document: int = 128,
 ) -> tuple[list[list[int]], str]:
     """(token ids of the usable documents, twelve hex digits over their text). Arguments as in `load_corpus`."""
-    if len(tokenizer) > vocabulary:
-        raise DataError(
-            f"the tokenizer has {len(tokenizer)} entries, the model embeds {vocabulary}: they do not belong together"
-        )
+    _check_vocabulary(tokenizer, vocabulary)
     documents: list[list[int]] = []
     total, short, digest = 0, 0, hashlib.sha256()
     for text in read_texts(source):
@@ -204,6 +212,30 @@ def tokenize(
             "give more text or lower --min-document"
         )
     return documents, digest.hexdigest()[:12]
+
+
+def tokenize_slices(
+    source: str, tokenizer: TokenizerLike, vocabulary: int, field: str, *, most: int, min_document: int = 2
+) -> dict[str, list[list[int]]]:
+    """Token ids of the documents of every slice (see `read_slices`), in the slices' order; at most `most` of each."""
+    _check_vocabulary(tokenizer, vocabulary)
+    found: dict[str, list[list[int]]] = {}
+    room: dict[str, int] = {}
+    for name, text in read_slices(source, field):
+        if room.setdefault(name, most) <= 0:
+            continue
+        tokens = list(tokenizer(text.strip("\n"), add_special_tokens=False)["input_ids"])[: room[name]]
+        if len(tokens) >= min_document:
+            found.setdefault(name, []).append(tokens)
+            room[name] -= len(tokens)
+    return found
+
+
+def _check_vocabulary(tokenizer: TokenizerLike, vocabulary: int) -> None:
+    if len(tokenizer) > vocabulary:
+        raise DataError(
+            f"the tokenizer has {len(tokenizer)} entries, the model embeds {vocabulary}: they do not belong together"
+        )
 
 
 def merge_corpora(corpora: Sequence[Corpus]) -> Corpus:

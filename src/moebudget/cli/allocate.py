@@ -40,7 +40,7 @@ def allocate_command(
     """
     from moebudget.allocate import allocate
     from moebudget.allocate.run import AVERAGES
-    from moebudget.evaluate.report import read_windows
+    from moebudget.evaluate.windows import read_windows
     from moebudget.integrations.loading import default_device, default_dtype, load_model, vocabulary
     from moebudget.presets import spread
     from moebudget.stats import load_stats

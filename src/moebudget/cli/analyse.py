@@ -38,7 +38,7 @@ def analyse_command(
     from moebudget.analyse import STUDIES, Setting, can_run, require_study, run_study
     from moebudget.analyse.show import plot_studies, tables
     from moebudget.demo.tasks import load_items
-    from moebudget.evaluate.report import read_windows
+    from moebudget.evaluate.windows import read_windows
     from moebudget.integrations.loading import default_device, default_dtype, load_model, vocabulary
     from moebudget.integrations.transformers import facts_of
     from moebudget.stats import Stats, load_stats

@@ -16,6 +16,7 @@ from moebudget.cli.inputs import (
     DataOption,
     ItemsOption,
     OutOption,
+    SlicesOption,
     StatsOption,
     TasksOption,
     note,
@@ -44,6 +45,7 @@ def compare_command(
     tpot: TpotOption = None,
     timing: TimingOption = None,
     data: DataOption = None,
+    slices: SlicesOption = None,
     stats: StatsOption = None,
     tasks: TasksOption = None,
     items: ItemsOption = 24,
@@ -69,7 +71,7 @@ def compare_command(
     spelled = split_many(policies)
     given = read_inputs(
         model, data=data, stats=stats, tasks=tasks, demo_items=items, windows=windows, length=length, out=out,
-        device=device, dtype=dtype,
+        device=device, dtype=dtype, slices=slices,
     )  # fmt: skip
     target.prepare(given.facts, batch)
     some = [
@@ -87,7 +89,7 @@ def compare_command(
     rows = compare(
         loaded, methods_of(spelled, given.facts, count), given.stats, given.windows, [count], search=search,
         items=given.items, tokenizer=given.tokenizer, start_id=given.start_id, batch=batch, noise=True,
-        retained_windows=16, say=note,
+        retained_windows=16, slices=given.slices[:-search], say=note,
     )  # fmt: skip
     stamp = provenance.stamp(given.device)
     documents = [{**r.as_row(given.name, "compare"), **target.times(r.quality.fetched), **stamp} for r in rows]

@@ -11,7 +11,16 @@ import typer
 from rich.console import Console
 
 from moebudget.cli.app import DeviceOption, DtypeOption, app
-from moebudget.cli.inputs import AnyModel, DataOption, ItemsOption, OutOption, StatsOption, TasksOption, read_inputs
+from moebudget.cli.inputs import (
+    AnyModel,
+    DataOption,
+    ItemsOption,
+    OutOption,
+    SlicesOption,
+    StatsOption,
+    TasksOption,
+    read_inputs,
+)
 
 
 @app.command("eval")
@@ -19,6 +28,7 @@ def eval_command(
     model: AnyModel,
     policy: Annotated[list[str], typer.Option(help="A policy, as base:budget=10; repeat the option for more.")],
     data: DataOption = None,
+    slices: SlicesOption = None,
     stats: StatsOption = None,
     tasks: TasksOption = None,
     items: ItemsOption = 24,
@@ -31,13 +41,19 @@ def eval_command(
         typer.Option(min=1, help="Experts lie on this many devices, in equal blocks (for policies with a placement)."),
     ] = None,
     draining: Annotated[
-        bool, typer.Option("--draining", help="Let a batch of answers drain before the next one starts.")
+        bool,
+        typer.Option("--draining", help="Tasks, and --generate alone, in batches that drain before the next starts."),
     ] = False,
     noise: Annotated[
         bool, typer.Option(help="Run up to four batches again with other batch mates, for the noise of the batch.")
     ] = True,
     generate: Annotated[
-        int, typer.Option(min=0, help="Also continue the windows' first 32 tokens by this many, for loops and ends.")
+        int,
+        typer.Option(
+            min=0,
+            help="Also continue the windows' first 32 tokens by this many, for loops and ends; in a constant batch "
+            "and in draining ones.",
+        ),
     ] = 0,
     out: OutOption = Path("out"),
     device: DeviceOption = None,
@@ -47,23 +63,29 @@ def eval_command(
 ) -> None:
     """Loss, agreement, task accuracy and fetched experts of policies in decode mode, on the same batches."""
     from moebudget import provenance
-    from moebudget.evaluate.generate import PROMPT, Generated, generated_table
+    from moebudget.evaluate.generate import BATCHINGS, PROMPT, Generated, generated_table
     from moebudget.evaluate.generate import generate as make
     from moebudget.evaluate.report import evaluate, quality_table
     from moebudget.evaluate.verdicts import verdict_table
     from moebudget.integrations.transformers import place_experts
-    from moebudget.presets import parse
+    from moebudget.presets import dense, parse
     from moebudget.types import PLACEMENT
 
     parsed = [parse(text) for text in policy]
     given = read_inputs(
         model, data=data, stats=stats, tasks=tasks, demo_items=items, windows=windows, length=length, out=out,
-        device=device, dtype=dtype,
+        device=device, dtype=dtype, slices=slices,
     )  # fmt: skip
     for p in parsed:
         given.require(p.name, p.needs if devices is None else p.needs - PLACEMENT)
     loaded = given.load(parsed)
     known = given.stats if devices is None else place_experts(loaded, given.stats, devices)
+    made: list[Generated] = []
+    if generate:  # first, for it can be refused
+        every = [*([] if any(p.name == "dense" for p in parsed) else [dense()]), *parsed]
+        kinds = BATCHINGS[1:] if draining else BATCHINGS
+        prompts = given.windows[:, :PROMPT]
+        made = make(loaded, every, known, prompts, given.tokenizer, tokens=generate, batch=batch, batchings=kinds)
     rows = evaluate(
         loaded,
         parsed,
@@ -75,14 +97,12 @@ def eval_command(
         batch=batch,
         prefill=prefill,
         refill=not draining,
+        slices=given.slices,
         noise=noise,
     )
-    made: list[Generated] = []
-    if generate:
-        prompts = given.windows[:, :PROMPT]
-        policies, end = [parse(row.policy) for row in rows], given.tokenizer.eos_token_id
-        made = make(loaded, policies, known, prompts, end_id=end, tokens=generate, batch=batch)
-    stamp, rates = provenance.stamp(given.device), {m.policy: m.as_fields() for m in made}
+    stamp, rates = provenance.stamp(given.device), dict[str, dict[str, Any]]()
+    for one in made:
+        rates.setdefault(one.policy, {}).update(one.as_fields())
     documents_out: list[dict[str, Any]] = [
         {**row.as_row(given.name), **rates.get(row.policy, {}), **stamp} for row in rows
     ]

@@ -30,6 +30,10 @@ TasksOption = Annotated[
     typer.Option(help="Task items, one JSON object a line with task, prompt and target (the exact continuation)."),
 ]
 ItemsOption = Annotated[int, typer.Option(min=0, help="Items of each of the nine tasks, for `demo`.")]
+SlicesOption = Annotated[
+    str | None,
+    typer.Option(help="The field of a .jsonl text's rows that names their slice, as lang; the demo has domain, lang."),
+]
 OutOption = Annotated[Path, typer.Option(help="Folder for what the command writes, and for the demo's statistics.")]
 
 
@@ -48,6 +52,7 @@ class Inputs:
     stats_file: Path | None  # where the statistics are, or will be
     device: str
     dtype: str
+    slices: tuple[str, ...] = ()  # of each window, if a field names them
 
     @property
     def is_demo(self) -> bool:
@@ -105,6 +110,7 @@ def read_inputs(
     out: Path | None,
     device: str | None,
     dtype: str | None,
+    slices: str | None = None,
 ) -> Inputs:
     """Everything but the weights. `demo_items` of each task stand for `tasks` if the model is `demo`.
 
@@ -112,7 +118,7 @@ def read_inputs(
     """
     from moebudget.demo import run as demo
     from moebudget.demo.tasks import load_items
-    from moebudget.evaluate.report import read_windows
+    from moebudget.evaluate.windows import read_sliced, read_windows
     from moebudget.integrations import loading
     from moebudget.integrations.transformers import facts_of
     from moebudget.stats import load_stats
@@ -120,6 +126,11 @@ def read_inputs(
     embedded = model == DEMO
     if data is None and not embedded:
         raise ValueError(f"which text? --data held-out.txt (model {DEMO!r} brings its own)")
+    if data is None and slices not in (None, "domain", "lang"):
+        raise ValueError(f"--slices {slices}: the demo's own text has slices by domain, another of its files by lang")
+    if data is None and slices == "lang":
+        data = str(demo.LANGUAGES)
+        note(f"{demo.NAME} was trained on English and code alone: other languages are out of its domain")
     file = stats
     if stats is None and embedded and out is not None:
         file = out / DEMO_STATS
@@ -130,8 +141,12 @@ def read_inputs(
     path = str(demo.MODEL) if embedded else model
     empty = loading.skeleton(path)
     tokenizer, entries = loading.load_tokenizer(path), loading.vocabulary(empty)
+    names: tuple[str, ...] = ()
     if data is None:
-        text = demo.heldout_windows(tokenizer, entries, windows, length)
+        text, domains = demo.heldout_slices(tokenizer, entries, windows, length)
+        names = () if slices is None else domains
+    elif slices is not None:
+        text, names = read_sliced(data, tokenizer, entries, length, windows, tokenizer.eos_token_id, slices)
     else:
         text = read_windows(data, tokenizer, entries, length, windows, tokenizer.eos_token_id)
     return Inputs(
@@ -146,4 +161,5 @@ def read_inputs(
         stats_file=file,
         device=device,
         dtype=dtype,
+        slices=names,
     )

@@ -20,7 +20,10 @@ def lm_eval_command(
     policy: Annotated[list[str], typer.Option(help="A policy, as base:budget=10; repeat the option for more.")],
     task: Annotated[
         list[str] | None,
-        typer.Option(help="cmmlu, boolq, bbh, math, gsm8k, math401, humaneval, mbpp; default: all but the last two."),
+        typer.Option(
+            help="cmmlu, boolq, bbh, math, gsm8k, math401, humaneval, mbpp; default: all but the last two, of the hub "
+            "without math401, which is on none."
+        ),
     ] = None,
     items: Annotated[
         Path | None, typer.Option(help="Folder with the items, as gsm8k_test.jsonl; default: from the hub.")
@@ -48,7 +51,8 @@ def lm_eval_command(
     from moebudget.integrations.lm_eval.run import CODE, run_tasks
     from moebudget.integrations.loading import default_device
 
-    tasks = list(dict.fromkeys(task)) if task else [name for name in TASKS if name not in CODE]
+    usual = [name for name, source in TASKS.items() if name not in CODE and (items is not None or source.hub)]
+    tasks = list(dict.fromkeys(task)) if task else usual
     device = default_device() if device is None else device
     rows = run_tasks(
         model, tasks, list(dict.fromkeys(["dense", *policy])),

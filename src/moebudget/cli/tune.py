@@ -18,6 +18,7 @@ from moebudget.cli.inputs import (
     DataOption,
     ItemsOption,
     OutOption,
+    SlicesOption,
     StatsOption,
     TasksOption,
     note,
@@ -43,6 +44,7 @@ def tune_command(
         typer.Option(help="To search, separated by commas; default: base, base:fill=half, spread if allocated, oea."),
     ] = None,
     data: DataOption = None,
+    slices: SlicesOption = None,
     stats: StatsOption = None,
     tasks: TasksOption = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows a decode step, as served.")] = 16,
@@ -72,14 +74,14 @@ def tune_command(
     per_task = items if target.kind == "task" else 0
     given = read_inputs(
         model, data=data, stats=stats, tasks=tasks, demo_items=per_task, windows=windows, length=length, out=out,
-        device=device, dtype=dtype,
+        device=device, dtype=dtype, slices=slices,
     )  # fmt: skip
     target.prepare(given.facts, batch)
     spelled = split_many(policies) if policies else defaults(given.held, given.facts)
     some = [f.policy(f.high) for f in families_of(spelled, given.facts)]
     for policy in some:
         given.require(policy.name, policy.needs)
-    search, check = split(given.windows, given.items)
+    search, check = split(given.windows, given.items, given.slices)
     require_samples(target, len(search.windows), len(check.windows), [i.task for i in check.items])
     output, rows = out / "tuned.json" if output is None else output, out / "tune.jsonl" if rows is None else rows
     loaded = given.load(some)
@@ -100,6 +102,8 @@ def tune_command(
         write_config(output, found, target, given.stats_file, {**target.evidence(), **stamp})
         answer = {"policy": found.answer.policy.name, "reason": "", "config": str(output)}
         console.print(f"[bold]{found.answer.policy}[/bold]: {target.judged(confirmed, found.confirming)}")
+        for name, gap in confirmed.get("slices", {}).items():
+            console.print(f"  {name}: {_interval(gap, 'nll', 3)} nats a token, {gap['nll_n']} windows")
         console.print(
             f'wrote {output}: vllm serve MODEL --additional-config "$(cat {output})", or '
             f"attach(model, json.load(open({str(output)!r})))"

@@ -16,16 +16,18 @@ from torch import Tensor
 
 from moebudget import provenance
 from moebudget.calibrate import Corpus, calibrate, load_corpus, merge_corpora
-from moebudget.calibrate.data import Packed, pack, tokenize
+from moebudget.calibrate.data import tokenize
 from moebudget.demo.tasks import TaskItem, held_out
 from moebudget.evaluate.plot import plot_quality
-from moebudget.evaluate.report import Quality, evaluate, load_windows, quality_table
+from moebudget.evaluate.report import Quality, evaluate, quality_table
+from moebudget.evaluate.windows import Sliced, sliced_windows
 from moebudget.integrations.loading import default_device, default_dtype, load_model, vocabulary
 from moebudget.presets import parse
 from moebudget.stats import load_stats
 
 HERE = Path(__file__).parent
 MODEL, DATA = HERE / "model", HERE / "data"
+LANGUAGES = DATA / "languages.jsonl.xz"  # by `lang`; the model learnt English and code alone
 NAME = "moebudget-demo-8m"
 BATCH = 16
 LENGTH = 512
@@ -123,10 +125,19 @@ def heldout_windows(
     tokenizer: Any, entries: int, limit: int, length: int = WINDOW, files: Sequence[Path] = ()
 ) -> Tensor:
     """Windows [n, length + 1] of these files, or of the embedded held-out text, domains mixed."""
+    return heldout_slices(tokenizer, entries, limit, length, files)[0]
+
+
+def heldout_slices(
+    tokenizer: Any, entries: int, limit: int, length: int = WINDOW, files: Sequence[Path] = ()
+) -> Sliced:
+    """The same windows and the domain of each, by the names of the files."""
     files = files or embedded_text("heldout")
-    documents = [d for f in files for d in tokenize(str(f), tokenizer, entries, min_document=2)[0]]
-    packed: Packed = pack(documents, length + 1, tokenizer.eos_token_id)
-    return load_windows(packed.ids, packed.mask, limit)
+    domains = {
+        f.name.removeprefix("heldout-").split(".")[0]: tokenize(str(f), tokenizer, entries, min_document=2)[0]
+        for f in files
+    }
+    return sliced_windows(domains, length, tokenizer.eos_token_id, limit)
 
 
 def demo_items(per_task: int) -> list[TaskItem]:

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from moebudget.provenance import json_lines
+
 END_OF_TEXT = "<|endoftext|>"
 TEST_PERMILLE, FEWSHOT_PERMILLE = 34, 6
 Rng = random.Random
@@ -237,11 +239,10 @@ def save_items(items: list[TaskItem], path: Path) -> None:
 def load_items(path: Path) -> list[TaskItem]:
     """Read `save_items`' format; an error names the line that is not an item."""
     items = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for where, row in json_lines(path):
         try:
-            row = json.loads(line)
             choices = tuple(row["choices"]) if "choices" in row else None
             items.append(TaskItem(row["task"], row["prompt"], row["target"], choices))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: not a task item with task, prompt, target ({error})") from error
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{where}: not a task item with task, prompt, target ({error})") from error
     return items

@@ -9,10 +9,11 @@ import torch
 
 from moebudget.bench.decode import run_decode
 from moebudget.bench.engine import Turn
+from moebudget.bench.line import fit
 from moebudget.bench.sizes import UNIONS
 from moebudget.diagnose.bandwidth import copy_bandwidth
 from moebudget.diagnose.roofline import GPUS, Roofline, roofline
-from moebudget.diagnose.verdict import LEAST_GAIN, Verdict, fit, judge, judge_shape, too_many_rows
+from moebudget.diagnose.verdict import LEAST_GAIN, Verdict, judge, judge_shape, too_many_rows
 from moebudget.integrations.loading import require_memory
 from moebudget.spelling import unknown
 
@@ -135,7 +136,7 @@ def _hf(
     steps: int = 8,
 ) -> Timed:
     from moebudget.diagnose.hf import step_times
-    from moebudget.evaluate.report import read_windows
+    from moebudget.evaluate.windows import read_windows
     from moebudget.integrations.loading import default_dtype, load_model, vocabulary
 
     assert data is not None

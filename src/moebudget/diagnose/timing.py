@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from moebudget.diagnose.verdict import Line, fit
+from moebudget.bench.line import Line, fit
+from moebudget.provenance import json_lines
 from moebudget.stats import ModelFacts
 
 
@@ -17,13 +17,7 @@ def read_timing(path: Path, facts: ModelFacts, batch: int) -> Line:
     """
     if not path.is_file():
         raise FileNotFoundError(f"no timing at {path}; {HOW.format(batch=batch)}")
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
-    measured = [row for row in rows if isinstance(row, dict) and _points(row)]
+    measured = [row for _, row in json_lines(path) if isinstance(row, dict) and _points(row)]
     here = [row for row in measured if row["B"] == batch]
     if not here:
         have = ", ".join(str(b) for b in sorted({row["B"] for row in measured})) or "none"

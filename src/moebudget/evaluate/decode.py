@@ -82,7 +82,7 @@ def decode(
     for request in requests:
         if len(request.prompt) < 2 or request.most < 1:
             raise ValueError(f"a request needs 2 tokens of prompt and 1 to generate, not {request!r}")
-    ends = _ending_ids(model, tokenizer)
+    ends = ending_ids(model, tokenizer)
     queue, lanes = deque(range(len(requests))), list[_Lane]()
     tokens: list[list[int]] = [[] for _ in requests]
     parts: dict[bool, list[Counters]] = {True: [], False: []}
@@ -174,7 +174,7 @@ def _states(cache: Any) -> States:
     if other:
         raise UnsupportedCacheError(
             f"rows of a cache with {', '.join(sorted(other))} cannot be exchanged one by one, so the batch cannot be "
-            "kept constant; use constant=False: it then drains"
+            "kept constant; use constant=False (eval --draining): it then drains"
         )
     return [(layer.keys, layer.values) for layer in cache.layers]
 
@@ -200,7 +200,7 @@ def _joined(parts: list[tuple[States, Tensor]]) -> tuple[Any, Tensor]:
     return cache, torch.cat([fit(mask, 1) for _, mask in parts])
 
 
-def _ending_ids(model: nn.Module, tokenizer: Any) -> frozenset[int]:
+def ending_ids(model: nn.Module, tokenizer: Any) -> frozenset[int]:
     """Tokens that end an answer, by the generation settings and the tokenizer."""
     given: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     several = given if isinstance(given, list | tuple) else [given]

@@ -66,6 +66,12 @@ def paired(differences: Tensor, added: Tensor | None = None) -> Paired:
     return Paired(float(values.mean()), low, high, len(values))
 
 
+def by_slice(differences: Tensor, slices: Sequence[str]) -> dict[str, Paired]:
+    """`paired` over the samples of each slice [n], in the order of their names."""
+    marks = {name: torch.tensor([one == name for one in slices]) for name in sorted(set(slices))}
+    return {name: paired(differences[mark]) for name, mark in marks.items()}
+
+
 def item_weights(tasks: Sequence[str]) -> Tensor:
     """[n], mean 1: weights with which the mean over items is the unweighted mean over tasks."""
     names = list(dict.fromkeys(tasks))

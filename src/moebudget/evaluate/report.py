@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 from rich.table import Table
 from torch import Tensor, nn
 
-from moebudget.calibrate.data import TokenizerLike, pack, tokenize
+from moebudget.calibrate.data import TokenizerLike
+from moebudget.evaluate.base import Base, around
 from moebudget.evaluate.noise import task_noise, text_noise
-from moebudget.evaluate.paired import FEW_SAMPLES, TASKS, TEXT, Z95, Paired, paired, paired_hits, verdict
+from moebudget.evaluate.paired import FEW_SAMPLES, TASKS, TEXT, Z95, Paired, by_slice, paired, paired_hits, verdict
 from moebudget.evaluate.retained import retained_energy
 from moebudget.evaluate.tasks import Item, TaskResult, evaluate_tasks
 from moebudget.evaluate.text import TextResult, evaluate_text
@@ -51,6 +52,7 @@ class Quality:
     task_noise: float | None = None  # of task_avg, points
     batching: str = "constant"  # of the tasks; or "draining"
     fetched_by_layer: tuple[float, ...] = ()  # on the text
+    slices: dict[str, Paired] = dataclasses.field(default_factory=dict)  # loss_gap of each language or domain
 
     @property
     def delta(self) -> float:
@@ -86,6 +88,11 @@ class Quality:
             "agreement_by_quarter": [round(a, 2) for a in self.by_quarter],
             "verdict": None if self.loss_gap is None else verdict(self.loss_gap, TEXT),
             "task_verdict": None if self.task_gap is None else verdict(self.task_gap, TASKS),
+            **(
+                {"slices": {n: _gap_fields("nll", gap, None, 5) for n, gap in self.slices.items()}}
+                if self.slices
+                else {}
+            ),
         }
 
 
@@ -131,18 +138,23 @@ def evaluate(
     prefill: int = 1,
     retained_windows: int = 32,
     refill: bool = True,
+    slices: Sequence[str] = (),
+    base: Base | None = None,
     noise: bool = False,
     quiet: bool = False,
 ) -> list[Quality]:
     """Evaluate policies on the same batches; the dense model is added in front if it is not among them.
 
     windows [n, S + 1] is held-out text; items need the tokenizer. Retained energy uses the first `retained_windows`
-    (NaN for 0). `refill` is that of `evaluate_tasks`. `noise` runs up to four batches again, in another composition.
+    (NaN for 0). `refill` is that of `evaluate_tasks`. `slices` [n] names each window's, which get a difference of
+    their own. `base` saves the dense model's passes. `noise` runs up to four batches again, in another composition.
     """
     policies = list(policies)
     if not any(p.name == "dense" for p in policies):
         policies.insert(0, dense())
-    text = evaluate_text(model, policies, stats, windows, batch=batch, prefill=prefill, quiet=quiet)
+    known = base or Base()
+    part: dict[str, Any] = {"batch": batch, "prefill": prefill, "dense_best": known.best, "quiet": quiet}
+    text = around(policies, known.text, lambda some: evaluate_text(model, some, stats, windows, **part))
     text_bands: list[float | None] = [None] * len(policies)
     if noise:
         text_bands = text_noise(model, text, stats, windows, batch=batch, prefill=prefill, quiet=quiet)
@@ -152,21 +164,23 @@ def evaluate(
         if tokenizer is None:
             raise ValueError("task items need the model's tokenizer")
         how: dict[str, Any] = {"batch": batch, "start_id": start_id, "refill": refill, "quiet": quiet}
-        answered = evaluate_tasks(model, policies, stats, items, tokenizer, **how)
+        ask = partial(evaluate_tasks, model, stats=stats, items=items, tokenizer=tokenizer, **how)
+        answered = around(policies, known.tasks, lambda some: ask(policies=some))
         tasks = list(answered)
         task_bands = task_noise(model, answered, stats, items, tokenizer, **how) if noise else task_bands
     retained = [float("nan")] * len(policies)
     if retained_windows:
         retained = retained_energy(model, policies, stats, windows[:retained_windows], batch=batch)
-    base = next(i for i, p in enumerate(policies) if p.name == "dense")
+    zero = next(i for i, p in enumerate(policies) if p.name == "dense")
     size = expert_bytes(model) * len(moe_layers(model)) / 1e6
     return [
         dataclasses.replace(
-            _quality(text[i], text[base], tasks[i], tasks[base], batch, size),
+            _quality(text[i], text[zero], tasks[i], tasks[zero], batch, size),
             retained_energy=retained[i],
             loss_noise=text_bands[i],
             task_noise=task_bands[i],
             batching="constant" if refill else "draining",
+            slices=by_slice(text[i].nll - text[zero].nll, slices) if i != zero else {},
         )
         for i in range(len(policies))
     ]
@@ -234,27 +248,3 @@ def quality_table(rows: Sequence[Quality], title: str) -> Table:
             cells.append(pm(r.task_avg, r.task_half, 1))
         table.add_row(*cells)
     return table
-
-
-def read_windows(
-    data: str, tokenizer: TokenizerLike, entries: int, length: int, limit: int, end_id: int | None
-) -> Tensor:
-    """At most `limit` windows [n, length + 1] of a text that calibration can read, mixed as by `load_windows`.
-
-    Reads no more than four times the tokens that they need.
-    """
-    documents, _ = tokenize(data, tokenizer, entries, max_tokens=4 * limit * (length + 1), min_document=2)
-    packed = pack(documents, length + 1, end_id)
-    return load_windows(packed.ids, packed.mask, limit)
-
-
-def load_windows(ids: Tensor, mask: Tensor, limit: int | None = None) -> Tensor:
-    """Full rows of packed text [n, S + 1], spread over the whole so that every batch mixes its domains."""
-    full = ids[mask.all(-1)]
-    if not len(full):
-        raise ValueError(
-            f"the text does not fill one window of {ids.shape[1]} tokens; give more text or a shorter window"
-        )
-    generator = torch.Generator().manual_seed(0)
-    order = torch.randperm(len(full), generator=generator)
-    return full[order[:limit]]

@@ -32,6 +32,7 @@ class TextResult:
     by_position: Tensor  # [P] float64, the same by position after the prefill, over the windows
     tokens: int
     counters: Counters
+    best: Tensor | None = None  # [n, S] int64 the most likely tokens, of the dense model alone
 
 
 def aligned_steps(decode: Tensor, batch: int) -> Tensor:
@@ -71,13 +72,16 @@ def evaluate_text(
     *,
     batch: int = 16,
     prefill: int = 1,
+    dense_best: Tensor | None = None,
     quiet: bool = False,
 ) -> list[TextResult]:
     """Teacher-forced loss of windows [n, S + 1]: every position of `batch` sequences is one decode step.
 
     All positions of one or more batches go through the model at once; each Mixture-of-Experts layer decides step by
     step, which equals decoding step by step with a cache. The first `prefill` positions keep the model's routes
-    and do not count. The last batch may be smaller. Raises InactivePolicyError if a policy decided nothing.
+    and do not count. The last batch may be smaller. `dense_best` [n, S], the `best` of an earlier result on the same
+    windows, saves the dense model's pass if it is not among the policies. Raises InactivePolicyError if a policy
+    decided nothing.
     """
     if not 1 <= prefill < windows.shape[1] - 1:
         raise ValueError(f"prefill={prefill} must lie between 1 and {windows.shape[1] - 2}, the positions of a window")
@@ -87,19 +91,23 @@ def evaluate_text(
     sums = [_Sums() for _ in policies]
     has_dense = any(policy.name == "dense" for policy in policies)
     console = Console(stderr=True, quiet=quiet)
-    for part in track(list(pieces(windows, batch)), "held-out text", console=console):
+    parts = list(pieces(windows, batch))
+    known = [None] * len(parts) if dense_best is None or has_dense else list(pieces(dense_best, batch))
+    for part, bests in track(list(zip(parts, known, strict=True)), "held-out text", console=console):
         ids, targets, steps = teacher_forced(part.to(device), prefill, batch)
-        dense_best: Tensor | None = None
-        if not has_dense:
-            dense_best = model(input_ids=ids, use_cache=False).logits.argmax(-1)
+        one: Tensor | None = None if bests is None else bests.to(device)
+        if one is None and not has_dense:
+            one = model(input_ids=ids, use_cache=False).logits.argmax(-1)
         for policy, total in sorted(zip(policies, sums, strict=True), key=lambda pair: pair[0].name != "dense"):
             with attach(model, policy, stats) as run, run.decode_steps(steps):
                 logits = model(input_ids=ids, use_cache=False).logits
                 total.counters.append(run.counters)
             total.nll.append(window_loss(logits, targets, prefill))
             best = logits.argmax(-1)
-            dense_best = best if dense_best is None else dense_best  # the dense policy comes first
-            same = (best == dense_best)[:, prefill:].double().cpu()
+            one = best if one is None else one  # the dense policy comes first
+            if policy.name == "dense":
+                total.best.append(best.cpu())
+            same = (best == one)[:, prefill:].double().cpu()
             total.agreement.append(same.mean(-1))
             total.by_position.append(same.sum(0))
     return [_result(p, s, windows.shape[1] - 1 - prefill) for p, s in zip(policies, sums, strict=True)]
@@ -111,6 +119,7 @@ class _Sums:
         self.agreement: list[Tensor] = []
         self.by_position: list[Tensor] = []
         self.counters: list[Counters] = []
+        self.best: list[Tensor] = []
 
 
 def _result(policy: Policy, sums: _Sums, positions: int) -> TextResult:
@@ -118,7 +127,8 @@ def _result(policy: Policy, sums: _Sums, positions: int) -> TextResult:
     require_active(policy, counters)
     nll = torch.cat(sums.nll)
     by_position = torch.stack(sums.by_position).sum(0) / len(nll)
-    return TextResult(policy, nll, torch.cat(sums.agreement), by_position, len(nll) * positions, counters)
+    best = torch.cat(sums.best) if sums.best else None
+    return TextResult(policy, nll, torch.cat(sums.agreement), by_position, len(nll) * positions, counters, best)
 
 
 def sum_counters(parts: Sequence[Counters]) -> Counters:

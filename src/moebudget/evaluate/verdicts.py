@@ -26,6 +26,9 @@ def verdict_table(rows: Sequence[Quality]) -> Table:
             continue
         quarters = " ".join(f"{a:.0f}" for a in r.by_quarter)
         table.add_row(r.policy, "text", *_cells(r.loss_gap, r.loss_noise, TEXT), quarters)
+        for name, gap in r.slices.items():
+            interval, _, words = _cells(gap, None, TEXT)
+            table.add_row("", f"text, {name}", interval, "", words if gap.n >= TEXT.least else f"{gap.n} windows", "")
         if r.task_gap is not None:
             table.add_row("", "tasks", *_cells(r.task_gap, r.task_noise, TASKS), "")
     return table

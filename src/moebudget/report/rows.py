@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moebudget.provenance import json_lines
+
 Row = dict[str, Any]
 
 
@@ -68,8 +70,8 @@ KINDS: dict[str, dict[str, Rule]] = {
 def read_rows(paths: Sequence[Path]) -> list[Row]:
     """All rows of .jsonl files, or of .json files that hold one list, each checked.
 
-    Raises FileNotFoundError, and BrokenRowError for an empty file, a line that is no JSON object, and a key that is
-    missing or holds something else than its kind of row has there.
+    Raises FileNotFoundError, ValueError for a line that is no JSON, and BrokenRowError for an empty file, a line that
+    is no object, and a key that is missing or holds something else than its kind of row has there.
     """
     rows = []
     for path in paths:
@@ -90,15 +92,9 @@ def _objects(path: Path) -> Iterator[tuple[str, Any]]:
         try:
             yield from ((f"{path}, row {i} of the list", row) for i, row in enumerate(json.loads(text), 1))
         except json.JSONDecodeError as error:
-            raise BrokenRowError(f"{path}, line {error.lineno}: no JSON: {error.msg}") from None
+            raise ValueError(f"{path}, line {error.lineno}: not JSON ({error})") from None
         return
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            yield f"{path}, line {number}", json.loads(line)
-        except json.JSONDecodeError as error:
-            raise BrokenRowError(f"{path}, line {number}: no JSON: {error.msg}") from None
+    yield from json_lines(path)
 
 
 def _check(where: str, row: Any) -> None:

@@ -16,7 +16,7 @@ from moebudget.evaluate.report import Quality
 from moebudget.policy import Policy
 from moebudget.presets import dense
 
-KEY = ("model_hash", "stats_hash", "dtype", "B", "text_hash", "items_hash", "length")
+KEY = ("model_hash", "stats_hash", "dtype", "B", "text_hash", "items_hash", "length", "sliced_by")
 Row = dict[str, Any]
 
 
@@ -32,6 +32,11 @@ def hash_items(items: Sequence[Any]) -> str | None:
     if not items:
         return None
     return hashlib.sha256(json.dumps([[i.task, i.prompt, i.target] for i in items]).encode()).hexdigest()[:12]
+
+
+def hash_slices(slices: Sequence[str]) -> str | None:
+    """Twelve hex digits over the slices of windows; None for none."""
+    return hashlib.sha256(json.dumps(slices).encode()).hexdigest()[:12] if slices else None
 
 
 def hash_file(path: Path | None) -> str | None:
@@ -58,12 +63,10 @@ class Ledger:
         """Take what the file holds. ValueError for a line that is no JSON object."""
         if not self.path.is_file():
             return
-        for number, line in enumerate(self.path.read_text(encoding="utf-8").splitlines(), start=1):
-            try:
-                row = json.loads(line)
-                self.rows += [row] if row["bench"] == "tune" else []
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(f"{self.path}, line {number}: no row of `moebudget tune` ({error})") from error
+        for where, row in provenance.json_lines(self.path):
+            if not isinstance(row, dict) or "bench" not in row:
+                raise ValueError(f"{where}: no row of moebudget's commands, which have the key 'bench'")
+            self.rows += [row] if row["bench"] == "tune" else []
 
     def get(self, policies: Sequence[Policy]) -> list[Row]:
         """A row a policy, measured where none is known."""
@@ -94,10 +97,18 @@ class Ledger:
 
 
 def setting(
-    *, model_hash: str, stats: Path | None, dtype: str, batch: int, windows: Tensor, items: Sequence[Any]
+    *,
+    model_hash: str,
+    stats: Path | None,
+    dtype: str,
+    batch: int,
+    windows: Tensor,
+    items: Sequence[Any],
+    slices: Sequence[str] = (),
 ) -> Row:
     """The fields that must agree for a row to be used again."""
     values = (
         model_hash, hash_file(stats), dtype, batch, hash_windows(windows), hash_items(items), windows.shape[1] - 1,
+        hash_slices(slices),
     )  # fmt: skip
     return dict(zip(KEY, values, strict=True))

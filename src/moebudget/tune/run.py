@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moebudget import provenance
+from moebudget.evaluate.base import Base, unchanged
 from moebudget.evaluate.report import Quality, evaluate
 from moebudget.integrations.transformers import facts_of
 from moebudget.policy import Policy
@@ -26,19 +27,23 @@ SEARCH_SHARE = 0.4  # of the windows; half of the items
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Windows [n, S + 1] and task items of the search or of the confirmation."""
+    """Windows [n, S + 1] with their slices, if any, and task items of the search or of the confirmation."""
 
     windows: Tensor
     items: list[Any]
+    slices: Sequence[str] = ()
 
 
-def split(windows: Tensor, items: Sequence[Any]) -> tuple[Samples, Samples]:
+def split(windows: Tensor, items: Sequence[Any], slices: Sequence[str] = ()) -> tuple[Samples, Samples]:
     """Samples of the search, and those that confirm its choice."""
     first = int(SEARCH_SHARE * len(windows))
     mixed = list(items)
     random.Random(0).shuffle(mixed)
     half = len(mixed) // 2
-    return Samples(windows[:first], mixed[:half]), Samples(windows[first:], mixed[half:])
+    return (
+        Samples(windows[:first], mixed[:half], slices[:first]),
+        Samples(windows[first:], mixed[half:], slices[first:]),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +64,16 @@ class Bench:
     def ledger(self, samples: Samples) -> Ledger:
         """The ledger of these samples, with what its file holds."""
 
+        base: list[Base] = []
+
         def measure(policies: list[Policy]) -> list[Quality]:
+            if not base:
+                some = (self.model, samples.windows, samples.items, self.tokenizer)
+                base.append(unchanged(*some, start_id=self.start_id, batch=self.batch, quiet=True))
             return evaluate(
                 self.model, policies, self.stats, samples.windows, items=samples.items, tokenizer=self.tokenizer,
-                start_id=self.start_id, batch=self.batch, retained_windows=0, quiet=True,
+                start_id=self.start_id, batch=self.batch, retained_windows=0, slices=samples.slices, base=base[0],
+                quiet=True,
             )  # fmt: skip
 
         key = setting(
@@ -72,6 +83,7 @@ class Bench:
             batch=self.batch,
             windows=samples.windows,
             items=samples.items,
+            slices=samples.slices,
         )
         ledger = Ledger(self.rows, self.name, key, provenance.stamp(self.device), measure)
         ledger.read()
@@ -95,7 +107,7 @@ def tune(
     """Find a policy that meets the target; see `Search` and `confirm`."""
     facts = facts_of(bench.model)
     with_items = target.kind == "task"
-    ledgers = [bench.ledger(Samples(s.windows, s.items if with_items else [])) for s in (search, check)]
+    ledgers = [bench.ledger(Samples(s.windows, s.items if with_items else [], s.slices)) for s in (search, check)]
     first, second = ledgers
     say(f"search: {len(search.windows)} windows" + (f", {len(search.items)} items" if with_items else ""))
     looking = Search(families_of(policies, facts), first, target, say)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from moebudget.bench.line import Line
 from moebudget.diagnose.timing import read_timing
-from moebudget.diagnose.verdict import Line
 from moebudget.evaluate.paired import TASKS, TEXT, paired_hits
 from moebudget.evaluate.report import Quality
 from moebudget.stats import ModelFacts

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from moebudget.cli import app
 from moebudget.integrations.lm_eval import sandbox
 from moebudget.integrations.lm_eval.items import TASKS, BrokenItemError, load_items
-from moebudget.integrations.lm_eval.run import FOLDER
+from moebudget.integrations.lm_eval.run import FOLDER, run_tasks
 from moebudget.integrations.lm_eval.sandbox import execute
 from moebudget.integrations.lm_eval.scoring import RIGHT, gold, number
 from tests.integrations.lm_eval.questions import ITEMS, RESPONSES
@@ -110,6 +112,25 @@ def test_way_out_is_not_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         FileNotFoundError, match=r"openai/gsm8k cannot be read \(ConnectionError: no route\); give a folder"
     ):
         load_items("gsm8k")
+
+
+def test_task_without_a_hub_is_among_those_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def refuse(_model: str, tasks: list[str], *_: Any, **__: Any) -> None:
+        asked.append(tasks)
+        raise ValueError("far enough")
+
+    monkeypatch.setattr("moebudget.integrations.lm_eval.run.run_tasks", refuse)
+    for options in ([], ["--items", str(tmp_path)]):
+        CliRunner().invoke(app, ["lm-eval", "model", "--policy", "dense", *options])
+    assert asked == [["cmmlu", "boolq", "bbh", "math", "gsm8k"], ["cmmlu", "boolq", "bbh", "math", "gsm8k", "math401"]]
+
+
+def test_data_sets_are_read_before_a_task_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moebudget.integrations.lm_eval.run.require_harness", lambda: None)
+    with pytest.raises(FileNotFoundError, match="math401 is on no hub"):
+        run_tasks("no-model", ["gsm8k", "math401"], ["dense"])
 
 
 def test_items_of_the_hub_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,9 @@ def checked(item: Any, source: Source, where: str) -> Item:
 
 def _from_hub(task: str, source: Source) -> Iterator[Item]:
     if source.hub is None:
-        raise FileNotFoundError(f"{task} is on no hub: give a folder of items that holds {source.file}.jsonl")
+        raise FileNotFoundError(
+            f"{task} is on no hub: give a folder of items that holds {source.file}.jsonl (--items FOLDER)"
+        )
     try:
         import datasets
     except ImportError as error:
@@ -140,5 +142,5 @@ def _from_hub(task: str, source: Source) -> Iterator[Item]:
     except Exception as error:  # whatever the hub's client raises, the way out is the same
         raise FileNotFoundError(
             f"{task}: {source.hub} cannot be read ({type(error).__name__}: {str(error)[:200]}); give a folder of "
-            f"items that holds {source.file}.jsonl"
+            f"items that holds {source.file}.jsonl (--items FOLDER)"
         ) from error

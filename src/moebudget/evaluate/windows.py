@@ -1,0 +1,56 @@
+"""Held-out text as windows of equal length, and the slice that each belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from moebudget.calibrate.data import TokenizerLike, pack, tokenize, tokenize_slices
+
+Sliced = tuple[Tensor, tuple[str, ...]]  # windows [n, S + 1], the slice of each
+
+
+def read_windows(
+    data: str, tokenizer: TokenizerLike, entries: int, length: int, limit: int, end_id: int | None
+) -> Tensor:
+    """At most `limit` windows [n, length + 1] of a text that calibration can read, mixed as by `load_windows`.
+
+    Reads no more than four times the tokens that they need.
+    """
+    documents, _ = tokenize(data, tokenizer, entries, max_tokens=4 * limit * (length + 1), min_document=2)
+    packed = pack(documents, length + 1, end_id)
+    return load_windows(packed.ids, packed.mask, limit)
+
+
+def read_sliced(
+    data: str, tokenizer: TokenizerLike, entries: int, length: int, limit: int, end_id: int | None, field: str
+) -> Sliced:
+    """As `read_windows`, of rows whose `field` names their slice (a language, a domain), each read so far."""
+    documents = tokenize_slices(data, tokenizer, entries, field, most=4 * limit * (length + 1))
+    return sliced_windows(documents, length, end_id, limit)
+
+
+def sliced_windows(
+    documents: Mapping[str, Sequence[Sequence[int]]], length: int, end_id: int | None, limit: int | None
+) -> Sliced:
+    """Windows of the slices' documents, one slice after another; a window at a border is of the slice with most."""
+    names, more = list(documents), 0 if end_id is None else 1
+    packed = pack([d for part in documents.values() for d in part], length + 1, end_id)
+    labels = [[i] * (len(d) + more) for i, part in enumerate(documents.values()) for d in part]
+    marked = pack(labels, length + 1, None)
+    windows = load_windows(packed.ids, packed.mask, limit)
+    return windows, tuple(names[i] for i in load_windows(marked.ids, marked.mask, limit).mode(-1).values.tolist())
+
+
+def load_windows(ids: Tensor, mask: Tensor, limit: int | None = None) -> Tensor:
+    """Full rows of packed text [n, S + 1], spread over the whole so that every batch mixes its domains."""
+    full = ids[mask.all(-1)]
+    if not len(full):
+        raise ValueError(
+            f"the text does not fill one window of {ids.shape[1]} tokens; give more text or a shorter window"
+        )
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(full), generator=generator)
+    return full[order[:limit]]
