@@ -16,7 +16,7 @@ from moebudget.select import at_average
 from moebudget.types import NO_STATS, LayerStats, Routing
 
 CHUNK = 16  # rows that the first launch adds up together, where there are more
-WIDE = 1024  # programs of the first launch from which it adds up twice as many
+WIDE = 1024  # routes of the batch from which it adds up twice as many, and each program predicts two of them
 
 
 def _kernels() -> tuple[ModuleType, ModuleType]:
@@ -148,18 +148,19 @@ class FusedRouter:
         live = self.everyone[:rows] if live is None else live
         tensors = self.stats.tensors
         slope = tensors.get("predictor_weight", self.score)
-        chunk = 0 if rows <= CHUNK else CHUNK if rows * self.split < WIDE else 2 * CHUNK
+        wide = rows * self.split >= WIDE
+        split, chunk = (-(-self.split // 2), 2 * CHUNK) if wide else (self.split, CHUNK if rows > CHUNK else 0)
         own = out if routes is None else routes  # of `out` nothing is read
         shared: dict[str, Any] = {"HAS_BIAS": bias is not None, "ROUTED": routes is not None, "CHUNK": chunk}
         shared |= {"PDL": self.pdl, **self.router, **self.rule}
         bias = logits if bias is None else bias  # a pointer that is not read
         early = {"launch_pdl": True} if self.pdl else {}
-        self.score_rows[(rows, self.split)](
+        self.score_rows[(rows, split)](
             logits, hidden, bias, live, slope, tensors.get("predictor_bias", self.score),
             tensors.get("energy_mean", self.score), self.budget, self.score, self.places, self.bits, self.kinds,
             self.partial, self.arrivals, own.ids, own.weights, out.ids, out.weights, self.counters, logits.stride(0),
             hidden.stride(0), slope.stride(0), rows, n,
-            D=self.hidden, BLOCK=_block(self.hidden), SPLIT=self.split, num_warps=self.warps, **shared, **early,
+            D=self.hidden, BLOCK=_block(self.hidden), SPLIT=split, num_warps=self.warps, **shared, **early,
         )  # fmt: skip
         self.route_rows[(rows,)](
             logits, bias, self.budget, self.price, self.scale, self.following, self.score, self.places, self.bits,

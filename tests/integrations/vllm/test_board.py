@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moebudget.integrations.vllm import board as board_module
 from moebudget.integrations.vllm.board import (
     KEEPS,
     PADDING,
@@ -132,3 +133,31 @@ def test_wide_step_hides_which_rows_vote() -> None:
     assert board.voting.tolist() == [0, 7]
     board.reset()
     assert board.voting.tolist() == []
+
+
+def test_step_like_the_last_is_copied_again_or_one_after_a_reset_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    board, sent = Board(8, "cpu"), []
+    send = board_module._send
+    monkeypatch.setattr(board_module, "_send", lambda values, target: (sent.append(len(values)), send(values, target)))
+    steps = [
+        (["a", "b"], array(1, 1), array(True, True), True),
+        (["a", "b"], array(1, 1), array(True, True), False),
+        (["a", "b"], array(1, 1), array(True, False), True),
+        (["a"], array(2), array(True), True),  # the same rows, of one request
+        (["a"], array(1), array(True), True),
+        (None, None, None, True),
+        (["a"], array(1), array(True), True),
+    ]
+    for requests, lengths, votes, copies in steps:
+        before = len(sent)
+        if requests is None:
+            board.reset()
+            continue
+        board.fill(requests, lengths, votes)
+        rows, request = classify(lengths, votes, 8)
+        assert (board.rows.tolist(), board.request.tolist()) == (rows.tolist(), request.tolist())
+        assert (len(sent) > before) == copies
+    board.by_request = False
+    board.fill(["a", "b"], array(1, 1), array(True, True))
+    assert board.rows.tolist() == [VOTES] * 2 + [PADDING] * 6
+    assert len(sent) == 11

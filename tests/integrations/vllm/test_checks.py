@@ -153,6 +153,24 @@ def test_canary_dies_of_a_layer_with_more_than_its_average() -> None:
         route()
 
 
+def test_canary_dies_where_no_step_has_as_many_rows() -> None:
+    board = Board(32, "cpu", wide=6)
+    layer = probed(make_layer(board))
+    whole: Any = layer.route
+
+    class Narrow:
+        """As the kernels: of more rows than buffers exist for, those that vote alone, by the board's own index."""
+
+        path, totals = whole.path, whole.totals
+        set_budget = whole.set_budget
+
+        def __call__(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+            return whole(step) if len(step.ids) <= 6 else (step.ids.clone(), step.weights.clone())
+
+    layer.activate(Narrow(), board)
+    canary(layer, board, parse("squared:budget=2"), torch.bfloat16)
+
+
 def test_canary_survives_a_router_that_is_bypassed(monkeypatch: pytest.MonkeyPatch) -> None:
     board = Board(32, "cpu")
     layer = probed(make_layer(board))

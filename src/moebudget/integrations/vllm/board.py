@@ -56,12 +56,15 @@ class Board:
     """Persistent device tensors that every captured graph reads: `rows` [size] int8 and `request` [size] int64.
 
     A step of more than `wide` rows, which no graph holds, also gets `voting`, the indices of the rows that vote.
+    Nothing is copied to the device while a step is described as the one before, and `request` only if `by_request`.
     """
 
     def __init__(self, size: int, device: torch.device | str, wide: int | None = None) -> None:
         self.wide = size if wide is None else wide
         self.filled = size  # rows that may hold something else than padding
         self.voting: torch.Tensor | None = None
+        self.by_request = True  # whether some policy looks at requests
+        self.sent: tuple[npt.NDArray[Any], ...] = ()  # what the device holds, if a step was described last
         with torch.inference_mode(False):
             self.rows = torch.full((size,), KEEPS, dtype=torch.int8, device=device)
             self.request = torch.full((size,), -1, dtype=torch.int64, device=device)
@@ -84,8 +87,11 @@ class Board:
         self.idle = not votes.any()
         total = int(lengths.sum())
         until = max(total, self.filled)
-        _send(rows[:until], self.rows[:until])
-        _send(request[:until], self.request[:until])
+        if not (self.sent and np.array_equal(self.sent[0], rows) and np.array_equal(self.sent[1], request)):
+            _send(rows[:until], self.rows[:until])
+            if self.by_request:
+                _send(request[:until], self.request[:until])
+            self.sent = (rows, request)
         self.filled, self.voting = total, None
         if total > self.wide:
             index = np.flatnonzero(rows == VOTES)
@@ -94,7 +100,7 @@ class Board:
 
     def reset(self) -> None:
         """Every row keeps the model's routes: dummy batches and captures, which run the policy all the same."""
-        self.idle, self.filled = False, len(self.rows)
+        self.idle, self.filled, self.sent = False, len(self.rows), ()
         self.voting = torch.empty(0, dtype=torch.int64, device=self.rows.device)
         self.rows.fill_(KEEPS)
         self.request.fill_(-1)

@@ -89,7 +89,7 @@ def canary(layer: Layer, board: Board, policy: Policy, dtype: torch.dtype) -> No
     Raises RuntimeError or UnsupportedEngineError that names the layer if one of the three is not as it must be. Leaves
     a changed budget and counters behind.
     """
-    hidden, logits = _probe(layer, len(board.rows), dtype)
+    hidden, logits = _probe(layer, board.wide, dtype)  # more rows than wide are prompts, of which few vote
     rows = board.rows[: len(logits)]
 
     def routed() -> tuple[Tensor, Tensor]:

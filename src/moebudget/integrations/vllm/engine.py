@@ -11,7 +11,7 @@ from moebudget.integrations.vllm.board import Board
 from moebudget.integrations.vllm.checks import canary, check_layers, check_stats, fetched_bytes
 from moebudget.integrations.vllm.config import check_slots
 from moebudget.integrations.vllm.hook import Layer
-from moebudget.integrations.vllm.route import make_router
+from moebudget.integrations.vllm.route import TorchRouter, make_router
 from moebudget.runtime import FIELDS, Counters, chain
 from moebudget.settings import Settings
 from moebudget.stats import Stats, load_stats
@@ -76,6 +76,7 @@ class Engine:
             stats = NO_STATS if self.stats is None else self.stats.layer(position)
             route = make_router(policy, layer.spec, stats, hidden=layer.hidden, max_rows=wide, device=device)
             layer.activate(route, self.board)
+        self.board.by_request = any(isinstance(layer.route, TorchRouter) for layer in self.layers)
         chain([layer.route.holding for layer in self.layers if layer.route is not None])
         self._write(self.budgets)
         dtype = model_runner.model_config.dtype
