@@ -16,6 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]
+import offload_tables
 from study_tables import blocks, last_run
 
 from moebudget.analyse.show import plot_studies
@@ -160,6 +161,8 @@ def main() -> None:
     replace(ROOT / "docs/calibration.md", "calibration-table", calibration_table(rows_of("calibration")))
     analysis = rows_of("analysis")
     for (page, name), text in blocks(rows, analysis, rows_of("routing"), rows_of("decode")).items():
+        replace(ROOT / page, name, text)
+    for (page, name), text in offload_tables.blocks(rows_of("offload")).items():
         replace(ROOT / page, name, text)
     plot_studies(
         [row for bench in ("geometry", "batch_size") for row in last_run(analysis, bench)],

@@ -75,6 +75,8 @@ OURS = (
     "spread:budget=M,relative=1,floor=yes,fill=original",
     "price:budget=M",
     "price:budget=M,floor=yes,ceiling=7",
+    "worth:least=0.7",
+    "worth:least=1.5,cost=squared,fill=original",
 )
 POLICIES = ("dense", "topk:k=1", "topk:k=3", "oea:k0=1", "oea:k0=2,fill=original", *BUDGETED, *RIVALS, *OURS)
 HIDDEN = 6

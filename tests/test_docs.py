@@ -74,6 +74,8 @@ def test_tables_say_what_the_rows_say() -> None:
     rows = (script["rows_of"](name) for name in ("quality", "analysis", "routing", "decode"))
     for (page, name), text in script["blocks"](*rows).items():
         assert text in (ROOT / page).read_text(encoding="utf-8"), name
+    for (page, name), text in script["offload_tables"].blocks(script["rows_of"]("offload")).items():
+        assert text in (ROOT / page).read_text(encoding="utf-8"), name
     quality = script["quality_table"](script["newest"](script["rows_of"]("quality")))
     assert quality in (ROOT / "README.md").read_text(encoding="utf-8")
     assert script["contrast"](script["rows_of"]("quality")) in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -115,6 +115,8 @@ def reference_routes(text: str, problem: Problem) -> list[reference.Routes]:
 def ours(name: str, given: Mapping[str, str], problem: Problem) -> tuple[set[int], str]:
     """The active set of our own presets, from their equations, and the fill."""
     rows, stats, m = problem.reference, problem.plain_stats, problem.budget
+    if name == "worth":
+        return worth(given, problem), given.get("fill", "half")
     cost = reference.relative(rows, cost_of("base", problem), float(given.get("relative", 0)))
     total = reference.demand(rows, problem.spec.num_experts, cost)
     order = reference.first_first(rows, total, given.get("floor") == "yes")
@@ -128,6 +130,23 @@ def ours(name: str, given: Mapping[str, str], problem: Problem) -> tuple[set[int
     bought |= set(reference.first_first(rows, total, floor=False)[:1])
     kept = [u for u in order if u in bought]
     return set(kept[: int(given.get("ceiling", len(kept)))]), "half"
+
+
+def worth(given: Mapping[str, str], problem: Problem) -> set[int]:
+    """Fetched: what carries its price, the largest, and what makes no device slower, the most costly to lose first."""
+    if not problem.rows:
+        return set()
+    step = step_of(problem)
+    total = reference.demand(step.rows, problem.spec.num_experts, cost_of(given.get("cost", "base"), problem))
+    price, union = step.stats["placement_cost"], step.union()
+    unit = float(given["least"]) * math.fsum(total) / len(union) / max(price)
+    chosen = {u for u in union if total[u] >= unit * price[u]}
+    chosen.add(min(union, key=lambda u: (-total[u], u)))
+    most = reference_rivals.slowest(step, chosen)
+    for u in sorted(union - chosen, key=lambda u: (-total[u], u)):
+        if reference_rivals.slowest(step, chosen | {u}) <= most:
+            chosen.add(u)
+    return chosen
 
 
 @over_policies(every_kind=True)
@@ -184,6 +203,7 @@ def unlimited(text: str, problem: Problem) -> list[Policy]:
         "des_vote": {"beta": 1.0},
         "dmoe": {"share": 1.0},
         "acceptmoe": {"scale": 1e9},
+        "worth": {"least": 1e-30},
     }
     if name in loose:
         fields |= {field: str(value) for field, value in loose[name].items()}

@@ -10,7 +10,7 @@ import pytest
 
 from moebudget import presets
 from moebudget.fill import Backfill, Drop, OwnRoutes
-from moebudget.presets import EXAMPLES, PRESETS, parse
+from moebudget.presets import COSTS, EXAMPLES, PRESETS, parse
 from moebudget.rivals import METRICS, YES_NO
 from moebudget.score import (
     NonlinearEnergy,
@@ -32,6 +32,7 @@ WORDS = {
     "protect": YES_NO,
     "floor": YES_NO,
     "fill": tuple(FILLS),
+    "cost": tuple(COSTS),
 }
 
 
@@ -131,7 +132,7 @@ def test_preset_without_a_budget_is_made_of_other_pieces() -> None:
             "bsae:budget=10",
             r"unknown policy 'bsae' \(did you mean 'base'\?\); known: dense, topk, oea, sere, .*oracle",
         ),
-        ("zzz", "unknown policy 'zzz'; known: dense, .*oracle, spread, price$"),
+        ("zzz", "unknown policy 'zzz'; known: dense, .*oracle, spread, price, worth$"),
         ("", "unknown policy ''; known: dense"),
         ("base:bugdet=10", r"base: unknown field 'bugdet' \(did you mean 'budget'\?\); known: budget, fill, relative"),
         ("base:budget=10,k0=2", "base: unknown field 'k0'; known: budget, fill, relative"),
@@ -183,6 +184,7 @@ def test_example_is_no_policy_or_the_error_shows_none() -> None:
 OURS = ("base", "spread", "price")
 NUMBERS = ("oea p", "sere rho", "lynx alpha", "caee theta", "caee_offload theta", "skip scale")
 NUMBERS = (*NUMBERS, "des_vote beta", "dmoe share", "acceptmoe scale", *(f"{p} relative" for p in OURS), "price hold")
+NUMBERS = (*NUMBERS, "worth least")
 ZERO = ("sere rho", *(f"{p} relative" for p in OURS), "price hold")
 SHARES = ("oea p", "caee_offload theta", "des_vote beta", "dmoe share", *ZERO[1:])
 COUNTS = ("oea k0", "oea k_max", "oea max_rank", "sere s", "exfold budget", "exfold_static budget", "exfold_prefill p")
@@ -199,6 +201,8 @@ CHOICES = (
     *(f"{p} fill" for p in OURS),
     "spread floor",
     "price floor",
+    "worth cost",
+    "worth fill",
 )
 
 
@@ -222,7 +226,7 @@ def refuses(owner: str, value: Any, why: str) -> None:
 def test_a_parameter_of_a_preset_is_not_tried() -> None:
     tried = {*NUMBERS, *COUNTS, *FROM_ZERO, *CHOICES}
     rivals = list(PRESETS)[list(PRESETS).index("oea") : list(PRESETS).index("acceptmoe") + 1]
-    fields = {name: inspect.signature(PRESETS[name]).parameters for name in (*rivals, "nonlinear", *OURS)}
+    fields = {name: inspect.signature(PRESETS[name]).parameters for name in (*rivals, "nonlinear", *OURS, "worth")}
     assert tried == {f"{name} {field}" for name in fields for field in fields[name]}
 
 

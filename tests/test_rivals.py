@@ -400,6 +400,33 @@ def test_caee_expansion_slows_the_slowest_device_or_leaves_the_union(text: str, 
         assert whole == reference_rivals.expand(step, must)
 
 
+@over_kinds
+def test_caee_at_equal_costs_depends_on_how_they_are_written(kind: str) -> None:
+    """Bool costs skip the loop over experts; one set of costs for several steps at once is the same as one by one."""
+    for text in ("caee:theta=0.5", "caee_offload:theta=0.6", "worth:least=0.5,cost=squared"):
+        several = []
+        for seed in range(3):
+            problem = make_problem(kind, 16, 64, 8, seed=seed)
+            missing = problem.stats["placement_cost"] > 0
+            masks = []
+            for cost in (missing, missing.float() * 0.3):
+                stats = LayerStats({**problem.stats.tensors, "placement_cost": cost})
+                masks.append(problem.policy(text).active(problem.batch, stats).mask)
+            assert torch.equal(*masks)
+            several.append((problem, missing, masks[0]))
+        first = several[0][0]
+        logits = torch.stack([problem.logits for problem, _, _ in several])
+        hidden = torch.stack([problem.hidden for problem, _, _ in several])
+        batch = first.spec(hidden, logits, bias=first.bias)
+        device = first.stats["placement_device"]
+        stats = LayerStats({"placement_device": device, "placement_cost": torch.stack([m for _, m, _ in several])})
+        found = first.policy(text).active(batch, stats).mask
+        for i, (problem, missing, _) in enumerate(several):
+            own = LayerStats({"placement_device": device, "placement_cost": missing})
+            alone = first.spec(problem.hidden, problem.logits, bias=first.bias)
+            assert torch.equal(found[i], first.policy(text).active(alone, own).mask)
+
+
 def test_caee_at_uniform_cost_leaves_a_device_below_the_slowest() -> None:
     problem = make_problem("sigmoid_bias", 16, 64, 8)
     problem = with_stats(problem, placement_cost=torch.ones(64))

@@ -93,7 +93,8 @@ class CostInvariant:
 
     F(S) = max_d sum_{e in S on d} cost_e. The rest is tried from the largest total down; e joins if its device's load
     plus its cost stays within F(must). So F does not change and the set stays inside the native union. CAEE,
-    https://arxiv.org/abs/2606.29982; the order and the sum inside the maximum are our reading.
+    https://arxiv.org/abs/2606.29982; the order and the sum inside the maximum are our reading. Costs that are bool
+    (equal where there are any) give the same set without the loop over experts.
     """
 
     must: Select
@@ -105,15 +106,39 @@ class CostInvariant:
     def __call__(self, scores: Tensor, batch: RouterBatch, stats: LayerStats) -> Active:
         mask = self.must(scores, batch, stats).mask
         total, _ = demand(scores, batch)
-        same, cost = _same_device(stats).double(), stats["placement_cost"].double()
-        load = (mask * cost) @ same  # [N] load of the expert's device
+        same, price = _same_device(stats), stats["placement_cost"]
+        cost = price.double()
+        load = (mask * cost) @ same.double()  # [N] load of the expert's device
         most = load.amax(-1, keepdim=True)
         rest = native_union(batch) & ~mask
+        if price.dtype == torch.bool:
+            paid = rest & price
+            return Active(mask | (rest & ~price) | (paid & (_rank_on_device(total, paid, same) < most - load)))
         order = largest_first(total, rest).indices
         for i in range(total.shape[-1]):
             expert = order[..., i : i + 1]
-            price = cost.expand_as(load).gather(-1, expert)
-            fits = (load.gather(-1, expert) + price <= most) & rest.gather(-1, expert)
+            step = cost.expand_as(load).gather(-1, expert)
+            fits = (load.gather(-1, expert) + step <= most) & rest.gather(-1, expert)
             mask = mask | torch.zeros_like(mask).scatter(-1, expert, fits)
-            load = load + same[expert].squeeze(-2) * (price * fits)
+            load = load + same[expert].squeeze(-2) * (step * fits)
         return Active(mask)
+
+
+@dataclass(frozen=True, slots=True)
+class WorthFetching:
+    """Every routed expert whose total is at least `least` times the mean total of those routed to.
+
+    Ours: min lost + price * cost, expert by expert. `least` is what the most costly expert to fetch must carry, others
+    in proportion to their cost; one that costs nothing stays, and so does the largest total.
+    """
+
+    least: float
+    needs: ClassVar[frozenset[str]] = frozenset({"placement_cost"})
+
+    def __call__(self, scores: Tensor, batch: RouterBatch, stats: LayerStats) -> Active:
+        total, _ = demand(scores, batch)
+        routed, cost = native_union(batch), stats["placement_cost"].double()
+        mean = total.sum(-1, keepdim=True) / routed.sum(-1, keepdim=True).clamp_min(1)
+        price = self.least * mean / cost.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+        worth = total >= price * cost
+        return Active(routed & (worth | (rank(total, routed) == 0)))

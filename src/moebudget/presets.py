@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from moebudget import fill, rivals, score, select
+from moebudget.device_selects import CostInvariant, WorthFetching
 from moebudget.policy import Policy
 from moebudget.rivals import (
     YES_NO,
@@ -34,6 +35,13 @@ from moebudget.rivals import (
     xshare_ep,
 )
 from moebudget.spelling import choice, count, fill_of, number, read, spell
+
+COSTS: dict[str, score.Score] = {
+    "base": score.PredictedEnergy(),
+    "static": score.StaticEnergy(),
+    "squared": score.SquaredWeight(),
+    "router_mass": score.RouterMass(),
+}
 
 
 def _budgeted(preset: str, rule: score.Score, budget: int, fill: str) -> Policy:
@@ -124,6 +132,17 @@ def price(
     return Policy(rule, select.Price(budget, on, ceiling, hold), fill_of("price", fill), name)
 
 
+def worth(least: float, cost: str = "base", fill: str = "half") -> Policy:
+    """Offloading (ours): what is at hand, missing experts worth a fetch, and others that make no device slower.
+
+    A missing expert is worth it if its removal cost is `least` times the mean of the experts that the batch routes to.
+    `cost`: the removal cost by the score of base, static, squared or router_mass. Reads a placement.
+    """
+    least, rule = number("worth", "least", least), COSTS[choice("worth", "cost", cost, COSTS)]
+    name = spell("worth", {"cost": "base", "fill": "half"}, least=least, cost=cost, fill=fill)
+    return Policy(rule, CostInvariant(WorthFetching(least)), fill_of("worth", fill), name)
+
+
 def nonlinear(budget: int, fill: str = "original") -> Policy:
     """BASE with a nonlinear energy predictor: random features beside the linear ones (its ablation, our form)."""
     return _budgeted("nonlinear", score.NonlinearEnergy(), budget, fill)
@@ -137,7 +156,7 @@ def oracle(budget: int, fill: str = "original") -> Policy:
 _ALL: tuple[Callable[..., Policy], ...] = (
     dense, topk, oea, sere, lynx, lynx_lat, exfold, exfold_static, exfold_prefill, xshare, xshare_balanced, xshare_ep,
     caee, caee_offload, skip, reap, reap_static, moe_spec, des_vote, dmoe, acceptmoe, router_mass, squared, static,
-    base, nonlinear, oracle, spread, price,
+    base, nonlinear, oracle, spread, price, worth,
 )  # fmt: skip
 PRESETS: dict[str, Callable[..., Policy]] = {f.__name__: f for f in _ALL}
 EXAMPLES: dict[str, str] = {
@@ -147,6 +166,7 @@ EXAMPLES: dict[str, str] = {
     **{name: f"{name}:budget=8" for name in ("router_mass", "squared", "static", "base", "nonlinear", "oracle")},
     "spread": "spread:budget=8",
     "price": "price:budget=8",
+    "worth": "worth:least=0.5",
 }
 
 
