@@ -39,7 +39,7 @@ from moebudget.demo.run import (
     embedded_text,
     heldout_windows,
 )
-from moebudget.demo.tasks import held_out
+from moebudget.demo.tasks import held_out, training_documents
 from moebudget.evaluate import evaluate
 from moebudget.evaluate.windows import load_windows
 from moebudget.integrations.loading import default_device, load_model, vocabulary
@@ -52,11 +52,20 @@ ROUNDS = 3  # of exchanges
 SIZES = (8, 32, 4, 64, 1)
 ALONE = 5  # experts a layer at batch 1, where 8 is all
 TOKENS = 300_000  # of calibration text, as in compare_methods.py
-STAGES = ("calibrate", "allocate", "measure", "tasks", "sizes", "domains")
+TASK_BYTES = 200_000  # of generated task documents, of which as many windows are taken as of a domain of the text
+STAGES = ("calibrate", "allocate", "measure", "tasks", "sizes", "domains", "mixed")
 
 
 def domain_of(file: Path) -> str:
     return file.name.removesuffix(".txt.xz").partition("-")[2]
+
+
+def task_windows(tokenizer: Any, limit: int) -> Tensor:
+    """Windows [n, 257] of task documents as the models were trained on, of a seed of their own."""
+    documents = training_documents(TASK_BYTES, seed=77)
+    ends = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in documents]
+    packed = pack([[token for one in ends for token in one]], WINDOW + 1, None)
+    return load_windows(packed.ids, packed.mask, limit)
 
 
 def allocation_windows(tokenizer: Any, entries: int, limit: int, domain: str = "") -> Tensor:
@@ -142,8 +151,14 @@ class Study:
         files = [f for f in self.files if domain in ("", domain_of(f))]
         return heldout_windows(self.tokenizer, self.entries, limit, files=files)
 
-    def allocate(self, averages: tuple[int, ...], batch: int = BATCH, domain: str = "") -> Stats:
+    def allocate(
+        self, averages: tuple[int, ...], batch: int = BATCH, domain: str = "", *, tasks: bool = False
+    ) -> Stats:
+        """`tasks`: a third of the windows are of task documents, about what the models were trained on."""
         windows = allocation_windows(self.tokenizer, self.entries, max(self.a.search, batch), domain)
+        if tasks:
+            share = max(batch, len(windows) // 3 // batch * batch)  # batches of one kind, as text and tasks are served
+            windows = torch.cat([windows[: len(windows) - share], task_windows(self.tokenizer, share)])
         known = load_stats(self.a.folder / "every.safetensors")
         found = allocate(self.model, known, windows, averages=averages, rounds=ROUNDS, batch=batch)
         self.say(f"allocated at batch {batch} on {len(windows)} windows of {domain or 'all domains'}")
@@ -224,6 +239,9 @@ def main() -> None:
                 study.measure("spread_sizes", ways(m), m, load_stats(mixed), windows, batch, allocated_at=BATCH)
                 own = study.allocate((m,), batch)
                 study.measure("spread_sizes", allocated(m), m, own, windows, batch, allocated_at=batch)
+        elif stage == "mixed":
+            own, windows, extra = study.allocate((10,), tasks=True), study.windows(a.windows), "text and tasks"
+            study.measure("spread_mixed", allocated(10), 10, own, windows, items=a.items, allocated_on=extra)
         else:
             allocations = {"all domains": load_stats(mixed)}
             allocations |= {d: study.allocate((10,), domain=d) for d in ("prose", "code")}
