@@ -11,6 +11,7 @@ their kernels run is recorded on the device and compared; nothing is timed. Exit
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -39,25 +40,33 @@ PROMPTS = [[(7 * i + j * j) % 500 + 3 for j in range(5 + 5 * i)] for i in range(
 TOKENS = [12 + i for i in range(9)]
 MODES = ("graph", "eager")
 Phase = dict[str, Any]
+RUNNING: set[int] = set()  # process groups of engines
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What the two engines of a case are started with."""
+    """What the two engines of a case are started with. `policy` may have a budget a rank ("rank") or level ranks."""
 
     engine: dict[str, Any] = field(default_factory=dict)
+    policy: str = f"base:budget={EXPERTS}"
+    budget: int = BUDGET
+    counts: str = "all"  # what the budget bounds: experts of "all" ranks, of each "rank", or of all before "level"
+    debug: bool = False
     experts_by: str = r"\w+"  # what the plugin's log must call the experts' method, a pattern
     gpus: int = 1
     adapter: bool = False
 
 
+EP = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 CASES = {
     "bf16": Case(),
     "fp8": Case({"quantization": "fp8"}, "Fp8.*"),
     "lora": Case({"enable_lora": True, "max_lora_rank": RANK}, adapter=True),
     "returned": Case({"enable_return_routed_experts": True}),
-    "tp2": Case({"tensor_parallel_size": 2}, gpus=2),
-    "ep2": Case({"tensor_parallel_size": 2, "enable_expert_parallel": True}, gpus=2),
+    "tp2": Case({"tensor_parallel_size": 2}, debug=True, gpus=2),
+    "ep2": Case(EP, gpus=2),
+    "ep2_rank": Case(EP, f"base_ep:budget={EXPERTS}", 3, "rank", debug=True, gpus=2),
+    "ep2_level": Case(EP, f"base:budget={EXPERTS},level=yes", BUDGET, "level", debug=True, gpus=2),
 }
 
 
@@ -74,9 +83,9 @@ def plan(case: Case, mode: str, folder: Path, gpu: bool) -> dict[str, dict[str, 
     asked = requests(folder / "adapter" if case.adapter else None)
     memory = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2**28} if gpu else {}
     engine = {"model": str(folder / "wide"), "enforce_eager": mode == "eager", **memory, **case.engine}
-    config = {"policy": f"base:budget={EXPERTS}", "stats": str(folder / "wide.safetensors")}
+    config = {"policy": case.policy, "stats": str(folder / "wide.safetensors"), "debug": case.debug}
     plain = [{"requests": asked}, *([{"requests": requests(None)}] if case.adapter else [])]
-    capped = [{"requests": asked}, {"set": {"budget": BUDGET}, "requests": asked}]
+    capped = [{"requests": asked}, {"set": {"budget": case.budget}, "requests": asked}]
     capped.append({"set": {"enabled": False}, "requests": asked})
     return {
         "plain": {"engine": engine, "phases": plain, "record": True},
@@ -98,16 +107,26 @@ def start(name: str, job: dict[str, Any], folder: Path, env: dict[str, str], lim
     }  # fmt: skip
     with log.open("w") as out:
         process = subprocess.Popen(command, cwd=ROOT, env=own, stdout=out, stderr=out, start_new_session=True)
+        RUNNING.add(process.pid)
         try:
             code: int | str = process.wait(limit)
         except subprocess.TimeoutExpired:
             code = f"stopped after {limit} s"
             os.killpg(process.pid, signal.SIGKILL)  # its own group: its workers, too
+        RUNNING.discard(process.pid)
     text = log.read_text(errors="replace")
     if code != 0 or not answered.is_file():
         return {"error": f"exit code {code}", "log": text}
     [answer] = json.loads(answered.read_text())
     return {**answer, "log": text}
+
+
+def stop(number: int, _: object) -> None:
+    """Leave no engine behind when this script is stopped."""
+    for group in list(RUNNING):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.killpg(group, signal.SIGKILL)
+    os._exit(128 + number)
 
 
 def unions(phase: Phase, which: str) -> dict[tuple[int, int], set[int]]:
@@ -138,18 +157,36 @@ def check_dense(plain: Phase, phase: Phase, what: str) -> Iterator[str]:
         yield f"{what}: rows ran other experts than the router returned"
 
 
-def check_capped(phase: Phase) -> Iterator[str]:
-    """The phase at BUDGET: what was executed, and whether every rank's counters say the same."""
+def loads(experts: set[int]) -> list[int]:
+    """Experts of each of two ranks, as vLLM's linear placement has them."""
+    first = sum(expert < EXPERTS // 2 for expert in experts)
+    return [first, len(experts) - first]
+
+
+def kept(case: Case, run: set[int], own: set[int]) -> bool:
+    """Whether a step fetched as many experts as the case's budget says."""
+    if case.counts == "rank":
+        return loads(run) == [min(case.budget, load) for load in loads(own)]
+    if case.counts == "level":  # at no rank's cost: each up to the fullest, which the budget of all bounds
+        most = max(loads(run))
+        full = loads(run) == [min(most, load) for load in loads(own)]
+        return full and len(run) >= min(case.budget, len(own)) and most <= case.budget
+    return len(run) == min(case.budget, len(own))
+
+
+def check_capped(case: Case, phase: Phase) -> Iterator[str]:
+    """The phase at the case's budget: what was executed, and whether every rank's counters say the same."""
     run, own = unions(phase, "run"), unions(phase, "own")
-    wrong = [(key, len(run[key])) for key in run if len(run[key]) != min(BUDGET, len(own[key]))]
+    what = f"budget {case.budget}"
+    wrong = [(key, loads(run[key]), loads(own[key])) for key in run if not kept(case, run[key], own[key])]
     if wrong:
-        yield f"budget {BUDGET}: {len(wrong)} of {len(run)} layers and steps run other numbers, first {wrong[0]}"
-    if not any(len(union) > BUDGET for union in own.values()):
-        yield f"budget {BUDGET}: no step's own union exceeds it, so nothing is proven"
+        yield f"{what}: {len(wrong)} of {len(run)} layers and steps run other numbers, first {wrong[0]}"
+    if not any(len(run[key]) < len(own[key]) for key in run):
+        yield f"{what}: no step's own union exceeds it, so nothing is proven"
     if not changed(phase, prefill=False):
-        yield f"budget {BUDGET}: no decode row was changed"
+        yield f"{what}: no decode row was changed"
     if changed(phase, prefill=True):
-        yield f"budget {BUDGET}: {changed(phase, prefill=True)} prefill rows were changed"
+        yield f"{what}: {changed(phase, prefill=True)} prefill rows were changed"
     decode = sum(position >= len(PROMPTS[request]) for _, _, request, position, _ in phase["rows"])
     expected = {
         "steps": len(run), "rows": decode, "fetched": sum(map(len, run.values())),
@@ -159,15 +196,26 @@ def check_capped(phase: Phase) -> Iterator[str]:
         counted = {name: round(after["counters"][name] - before["counters"][name]) for name in expected}
         if counted != expected:
             yield f"rank {rank} counted {counted}, recorded were {expected}"
+        if case.engine.get("enable_expert_parallel"):
+            then, now = before["expert_parallel"], after["expert_parallel"]
+            by_rank = [round(b - a) for a, b in zip(then["fetched"], now["fetched"], strict=True)]
+            most = round(now["fetched_most"] - then["fetched_most"])
+            recorded = [sum(column) for column in zip(*(loads(union) for union in run.values()), strict=True)]
+            slowest = sum(max(loads(union)) for union in run.values())
+            if (by_rank, most) != (recorded, slowest):
+                yield f"rank {rank} counted {by_rank}, {most} by rank, recorded were {recorded}, {slowest}"
 
 
-def check_ranks(phases: list[Phase]) -> Iterator[str]:
-    """Ranks run the same experts and count the same."""
+def check_ranks(case: Case, phases: list[Phase]) -> Iterator[str]:
+    """Ranks run the same experts and count the same; debugging, they have compared every layer and step."""
     if not all(phase["ranks_run_alike"] for phase in phases):
         yield "ranks run different experts"
     states = phases[-1]["states"]
     if any(state["per_layer"] != states[0]["per_layer"] for state in states):
         yield "ranks count differently"
+    for state in states if case.debug else ():
+        if state["debug"]["different"] or state["debug"]["compared"] < state["counters"]["steps"]:
+            yield f"ranks compared {state['debug']} in {state['counters']['steps']:.0f} layers and steps"
 
 
 def check_returned(phase: Phase) -> Iterator[str]:
@@ -194,8 +242,8 @@ def judge(case: Case, mode: str, plain: dict[str, Any], capped: dict[str, Any], 
     wrong = [
         *check_dense(first, everything, f"budget {EXPERTS}"),
         *check_dense(first, off, "switched off"),
-        *check_capped(six),
-        *check_ranks([*capped["phases"]]),
+        *check_capped(case, six),
+        *check_ranks(case, [*capped["phases"]]),
     ]
     if off["states"][0]["counters"] != off["before"][0]["counters"]:
         wrong.append("switched off: steps were counted")
@@ -205,8 +253,8 @@ def judge(case: Case, mode: str, plain: dict[str, Any], capped: dict[str, Any], 
         wrong += [f"the adapter does not change the tokens of requests {same}"] if same else []
     if case.engine.get("enable_return_routed_experts"):
         wrong += check_returned(six)
-    path = "kernel" if gpu else "torch (cpu)"
-    if {state["path"] for state in six["states"]} != {path} or f"; {path} path" not in capped["log"]:
+    path = "torch (cpu)" if not gpu else "kernel" if case.counts == "all" else "torch ("
+    if any(not state["path"].startswith(path) for state in six["states"]) or f"; {path}" not in capped["log"]:
         wrong.append(f"the path is {six['states'][0]['path']!r} or another in the log, not {path!r}")
     if not re.search(rf"experts by {case.experts_by},", capped["log"]):
         wrong.append(f"the log does not say 'experts by {case.experts_by}'")
@@ -216,16 +264,18 @@ def judge(case: Case, mode: str, plain: dict[str, Any], capped: dict[str, Any], 
 
 
 def facts(capped: dict[str, Any]) -> dict[str, Any]:
-    """What was seen at BUDGET, for the row."""
+    """What was seen at the case's budget, for the row."""
     if "error" in capped:
         return {}
     phase = capped["phases"][1]
-    run, own = (list(map(len, unions(phase, which).values())) for which in ("run", "own"))
+    sets = unions(phase, "run").values()
+    run, own = list(map(len, sets)), list(map(len, unions(phase, "own").values()))
     method = re.search(r"experts by (\w+)", capped["log"])
     return {
         "path": phase["states"][0]["path"], "experts_by": method[1] if method else "", "ranks": len(phase["states"]),
         "steps_and_layers": len(run), "fetched": sum(run) / len(run), "most": max(run),
         "native_union": sum(own) / len(own), "native_most": max(own),
+        "fullest_half": sum(max(loads(some)) for some in sets) / len(run), "debug": phase["states"][0]["debug"],
     }  # fmt: skip
 
 
@@ -238,6 +288,8 @@ def main() -> None:
     ap.add_argument("--keep", type=Path, help="folder for the checkpoint and the engines' logs and answers")
     ap.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/vllm_check.jsonl")
     a = ap.parse_args()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
     count = torch.cuda.device_count()
     names = a.case or [name for name, case in CASES.items() if case.gpus <= max(count, 1)]
     short = [name for name in names if count and CASES[name].gpus > count]
@@ -277,7 +329,8 @@ def check(names: list[str], modes: list[str], folder: Path, workers: int, limit:
                     print(*answer["log"].splitlines()[-40:], sep="\n", flush=True)
             row = {
                 "bench": "vllm_check", "case": name, "mode": mode, "ok": not found, "wrong": found,
-                "experts": EXPERTS, "top_k": 4, "layers": LAYERS, "budget": BUDGET, **seen, **stamp,
+                "experts": EXPERTS, "top_k": 4, "layers": LAYERS, "policy": CASES[name].policy,
+                "budget": CASES[name].budget, **seen, **stamp,
             }  # fmt: skip
             provenance.append_rows(results, [row])
     return wrong

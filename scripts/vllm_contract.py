@@ -41,6 +41,11 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "BaseRouter._select_experts": "self hidden_states router_logits",
         "BaseRouter.set_capture_fn": "self capture_fn",
     },
+    "distributed/parallel_state.py": {
+        "get_ep_group": "",
+        "get_tp_group": "",
+        "GroupCoordinator.all_reduce": "self input_",
+    },
     "v1/worker/gpu_worker.py": {"Worker.load_model": "self"},
     "v1/worker/gpu_model_runner.py": {
         "GPUModelRunner._prepare_inputs": "self scheduler_output num_scheduled_tokens",
@@ -81,6 +86,9 @@ NAMES: dict[str, dict[str, str]] = {
     f"{FUSED}/runner/moe_runner.py": {
         "MoERunner": "layer_name layer_id router moe_config routed_experts is_monolithic"
     },
+    f"{FUSED}/expert_map_manager.py": {"ExpertMapManager": "expert_map"},
+    f"{FUSED}/routed_experts.py": {"RoutedExperts": "expert_map_manager quant_method"},
+    "distributed/parallel_state.py": {"GroupCoordinator": "world_size cpu_group"},
     f"{FUSED}/router/base_router.py": {"BaseRouter": "top_k global_num_experts"},
     f"{FUSED}/router/fused_topk_router.py": {"FusedTopKRouter": "renormalize scoring_func"},
     f"{FUSED}/router/fused_topk_bias_router.py": {

@@ -54,6 +54,7 @@ RIVALS = (
     "xshare:k0=1,m=0,m_request=2",
     "xshare_balanced:m=M",
     "xshare_ep:k0=1,m_device=1",
+    "xshare_ep:k0=0,m_device=2,score=base",
     "caee:theta=0.4",
     "caee_offload:theta=0.7",
     "skip",
@@ -77,6 +78,9 @@ OURS = (
     "price:budget=M,floor=yes,ceiling=7",
     "worth:least=0.7",
     "worth:least=1.5,cost=squared,fill=original",
+    "base_ep:budget=M",
+    "base:budget=M,level=yes",
+    "price:budget=M,level=yes",
 )
 POLICIES = ("dense", "topk:k=1", "topk:k=3", "oea:k0=1", "oea:k0=2,fill=original", *BUDGETED, *RIVALS, *OURS)
 HIDDEN = 6

@@ -237,12 +237,16 @@ def xshare_balanced_set(step: Step, m: int) -> set[int]:
     return chosen
 
 
-def xshare_ep_set(step: Step, k0: int, m_device: int, additive: bool = True) -> set[int]:
+def xshare_ep_set(
+    step: Step, k0: int, m_device: int, additive: bool = True, total: list[float] | None = None
+) -> set[int]:
+    """`total` in the place of the paper's sums of router scores; then only routed experts are candidates."""
+    allowed = set(range(step.experts)) if total is None else step.union()
     warm = first_union(step.rows, k0) if k0 else set()
     chosen = set(warm)
     for experts in devices_of(step):
         room = m_device if additive else max(0, m_device - len(warm & set(experts)))
-        chosen = greedy(chosen, step.column_sums(), room, experts)
+        chosen = greedy(chosen, total or step.column_sums(), room, [u for u in experts if u in allowed])
     return chosen
 
 
@@ -352,8 +356,14 @@ def substitute(step: Step, active: set[int], similarity: Sequence[Vector]) -> li
     return [[(u if u in active else nearest[u], w) for u, w in row.routes] for row in step.rows]
 
 
-def routes_of(step: Step, name: str, fields: Mapping[str, str], budget_set: Callable[[], set[int]]) -> list[Routes]:
-    """What a preset executes; `budget_set` is the set of BASE-like presets, whose scores `tests.reference` has."""
+def routes_of(
+    step: Step,
+    name: str,
+    fields: Mapping[str, str],
+    budget_set: Callable[[], set[int]],
+    base_total: Callable[[], list[float]],
+) -> list[Routes]:
+    """What a preset executes; set and sums of BASE-like presets, whose scores `tests.reference` has, are given."""
     f: dict[str, Any] = {k: float(v) if "." in v else int(v) if v.isdigit() else v for k, v in fields.items()}
     on_top, m = f.get("additive", "yes") == "yes", f.get("budget", f.get("m", 0))
     sets: dict[str, Callable[[], set[int]]] = {
@@ -374,6 +384,8 @@ def routes_of(step: Step, name: str, fields: Mapping[str, str], budget_set: Call
     }
     if not step.rows:
         return []
+    if f.get("score") == "base":
+        return refill(step, xshare_ep_set(step, f["k0"], f["m_device"], on_top, base_total()))
     if name in sets:
         active = sets[name]()
         if name.startswith("caee"):

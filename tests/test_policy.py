@@ -97,7 +97,10 @@ def reference_routes(text: str, problem: Problem) -> list[reference.Routes]:
             total = reference.demand(rows, spec.num_experts, cost_of(name, problem))
             return reference.top_budget(rows, total, problem.budget)
 
-        return reference_rivals.routes_of(step_of(problem), name, at_budget, base_set)
+        def base_total() -> list[float]:
+            return reference.demand(rows, spec.num_experts, cost_of("base", problem))
+
+        return reference_rivals.routes_of(step_of(problem), name, at_budget, base_set, base_total)
     if name == "dense":
         return [row.routes for row in rows]
     if name == "topk":
@@ -114,6 +117,19 @@ def reference_routes(text: str, problem: Problem) -> list[reference.Routes]:
 
 def ours(name: str, given: Mapping[str, str], problem: Problem) -> tuple[set[int], str]:
     """The active set of our own presets, from their equations, and the fill."""
+    chosen, fill, order = before_leveling(name, given, problem)
+    if given.get("level") == "yes" and problem.reference:
+        device = problem.plain_stats["placement_device"]
+        members = [[u for u in order if device[u] == d] for d in range(max(device) + 1)]
+        fullest = max(sum(u in chosen for u in some) for some in members)
+        for some in members:
+            fetched = sum(u in chosen for u in some)
+            chosen |= set([u for u in some if u not in chosen][: fullest - fetched])
+    return chosen, fill
+
+
+def before_leveling(name: str, given: Mapping[str, str], problem: Problem) -> tuple[set[int], str, list[int]]:
+    """The set, the fill, and the routed experts from the largest demand down."""
     rows, stats, m = problem.reference, problem.plain_stats, problem.budget
     if name == "worth":
         return worth(given, problem), given.get("fill", "half")
@@ -122,14 +138,18 @@ def ours(name: str, given: Mapping[str, str], problem: Problem) -> tuple[set[int
     order = reference.first_first(rows, total, given.get("floor") == "yes")
     entry = min(m, problem.spec.num_experts) - 1
     if name == "base":
-        return set(order[:m]), given.get("fill", "original").replace("stand_in", "original")  # its routes alone
+        fill = given.get("fill", "original").replace("stand_in", "original")  # its routes alone
+        return set(order[:m]), fill, order
+    if name == "base_ep":
+        on = stats["placement_device"]
+        return {u for u in order if [v for v in order if on[v] == on[u]].index(u) < m}, "original", order
     if name == "spread":
-        return set(order[: stats["layer_budget"][entry]]), given.get("fill", "half")
+        return set(order[: stats["layer_budget"][entry]]), given.get("fill", "half"), order
     first = reference.first_union(rows, 1) if given.get("floor") == "yes" else set[int]()
     bought = {u for u in order if total[u] > stats["layer_price"][entry] or u in first}
     bought |= set(reference.first_first(rows, total, floor=False)[:1])
     kept = [u for u in order if u in bought]
-    return set(kept[: int(given.get("ceiling", len(kept)))]), "half"
+    return set(kept[: int(given.get("ceiling", len(kept)))]), "half", order
 
 
 def worth(given: Mapping[str, str], problem: Problem) -> set[int]:

@@ -11,7 +11,7 @@ import pytest
 from moebudget import presets
 from moebudget.fill import Backfill, Drop, OwnRoutes
 from moebudget.presets import COSTS, EXAMPLES, PRESETS, parse
-from moebudget.rivals import METRICS, YES_NO
+from moebudget.rivals import DEVICE_SCORES, METRICS, YES_NO
 from moebudget.score import (
     NonlinearEnergy,
     PredictedEnergy,
@@ -24,13 +24,15 @@ from moebudget.score import (
 from moebudget.select import TopBudget, Union, Voted
 from moebudget.spelling import FILLS
 
-BUDGETED = ("router_mass", "squared", "static", "base", "nonlinear", "oracle", "spread", "price")
+BUDGETED = ("router_mass", "squared", "static", "base", "nonlinear", "oracle", "spread", "price", "base_ep")
 WORDS = {
     "metric": METRICS,
     "guard": YES_NO,
     "additive": YES_NO,
     "protect": YES_NO,
     "floor": YES_NO,
+    "level": YES_NO,
+    "score": tuple(DEVICE_SCORES),
     "fill": tuple(FILLS),
     "cost": tuple(COSTS),
 }
@@ -132,7 +134,7 @@ def test_preset_without_a_budget_is_made_of_other_pieces() -> None:
             "bsae:budget=10",
             r"unknown policy 'bsae' \(did you mean 'base'\?\); known: dense, topk, oea, sere, .*oracle",
         ),
-        ("zzz", "unknown policy 'zzz'; known: dense, .*oracle, spread, price, worth$"),
+        ("zzz", "unknown policy 'zzz'; known: dense, .*oracle, base_ep, spread, price, worth$"),
         ("", "unknown policy ''; known: dense"),
         ("base:bugdet=10", r"base: unknown field 'bugdet' \(did you mean 'budget'\?\); known: budget, fill, relative"),
         ("base:budget=10,k0=2", "base: unknown field 'k0'; known: budget, fill, relative"),
@@ -181,7 +183,7 @@ def test_example_is_no_policy_or_the_error_shows_none() -> None:
                 parse(name)
 
 
-OURS = ("base", "spread", "price")
+OURS = ("base", "base_ep", "spread", "price")
 NUMBERS = ("oea p", "sere rho", "lynx alpha", "caee theta", "caee_offload theta", "skip scale")
 NUMBERS = (*NUMBERS, "des_vote beta", "dmoe share", "acceptmoe scale", *(f"{p} relative" for p in OURS), "price hold")
 NUMBERS = (*NUMBERS, "worth least")
@@ -203,6 +205,8 @@ CHOICES = (
     "price floor",
     "worth cost",
     "worth fill",
+    *(f"{p} level" for p in OURS if p != "base_ep"),
+    "xshare_ep score",
 )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moebudget import presets
+from moebudget.device_selects import CostInvariant
 from moebudget.fill import Backfill
 from moebudget.policy import Policy
 from moebudget.presets import parse
@@ -613,3 +614,34 @@ def test_ablation_of_equal_size_has_another_size_than_the_first_routes(kind: str
         kept = members(policy, problem)
         total = reference_rivals.weight_sums(step_of(problem))
         assert kept == reference_rivals.best_of_union(step_of(problem), total, len(union_of(problem, 1)))
+
+
+@over_kinds
+def test_device_fetches_more_than_its_budget_or_leaves_room(kind: str) -> None:
+    for seed in range(6):
+        problem = make_problem(kind, 8, 64, 8, seed=seed)
+        for budget in (1, 3, 64):
+            policy = parse(f"base_ep:budget={budget}")
+            native = loads(union_of(problem), problem)
+            wanted = [min(budget, load) for load in native]
+            assert loads(members(policy, problem), problem) == wanted
+            at_run_time = parse("base_ep:budget=9").with_budget(torch.tensor(budget))
+            assert members(at_run_time, problem) == members(policy, problem)
+
+
+@pytest.mark.parametrize("text", ["base:budget=6", "price:budget=6", "spread:budget=6", "base:budget=9,relative=1"])
+@over_kinds
+def test_leveling_is_not_caees_with_the_scores_of_the_policy(text: str, kind: str) -> None:
+    """Against `CostInvariant`, whose loop goes from expert to expert, at a cost of 1 each."""
+    for seed in range(4):
+        problem = make_problem(kind, 8, 64, 8, seed=seed)
+        problem = with_stats(problem, placement_cost=torch.ones(64))
+        policy, leveled = parse(text), parse(f"{text},level=yes")
+        must = members(policy, problem)
+        looped = dataclasses.replace(policy, select=CostInvariant(policy.select))
+        found = members(leveled, problem)
+        assert found == members(looped, problem)
+        assert max(loads(found, problem)) == max(loads(must, problem))
+        assert must < found
+        assert leveled.with_budget(6).name == f"{text},level=yes".replace("9", "6")
+        assert members(leveled.with_budget(2), problem) == members(parse(leveled.with_budget(2).name), problem)

@@ -52,7 +52,7 @@ class PerDevice:
     """
 
     k0: int
-    m_device: int
+    m_device: int | Tensor
     additive: bool = True
     needs: ClassVar[frozenset[str]] = frozenset({"placement_device"})
 
@@ -63,6 +63,20 @@ class PerDevice:
         warm = (same & chosen[..., None, :]).sum(-1)  # [N] load of the expert's device
         room = self.m_device if self.additive else self.m_device - warm
         return Active(chosen | (rest & (_rank_on_device(total, rest, same) < room)))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBudget:
+    """The `budget` experts with the largest sums of every device: so at most that many on the fullest one (ours).
+
+    XShare's algorithm 6 without a warm-up, which could exceed the cap. `budget` may be a tensor, as of `TopBudget`.
+    """
+
+    budget: int | Tensor
+    needs: ClassVar[frozenset[str]] = frozenset({"placement_device"})
+
+    def __call__(self, scores: Tensor, batch: RouterBatch, stats: LayerStats) -> Active:
+        return PerDevice(0, self.budget, additive=False)(scores, batch, stats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +156,27 @@ class WorthFetching:
         price = self.least * mean / cost.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
         worth = total >= price * cost
         return Active(routed & (worth | (rank(total, routed) == 0)))
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What `must` selects, and on every device the best other routed experts up to the load of the fullest device.
+
+    The straggler fill of CAEE, https://arxiv.org/abs/2606.29982, behind any selection: `CostInvariant` where every
+    expert costs the same, without its loop over experts.
+    """
+
+    must: Select
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.must.needs | {"placement_device"}
+
+    def __call__(self, scores: Tensor, batch: RouterBatch, stats: LayerStats) -> Active:
+        mask = self.must(scores, batch, stats).mask
+        total, _ = demand(scores, batch)
+        same = _same_device(stats)
+        load = (same & mask[..., None, :]).sum(-1)  # [N] of the expert's device
+        rest = native_union(batch) & ~mask
+        room = load.amax(-1, keepdim=True) - load
+        return Active(mask | (rest & (_rank_on_device(total, rest, same) < room)))

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from moebudget.device_selects import DeviceBudget, Level
 from moebudget.fill import Fill
 from moebudget.score import Score
 from moebudget.select import Budgeted, Select
@@ -47,7 +48,14 @@ class Policy:
 
     @property
     def budget(self) -> int | Tensor | None:
-        return self.select.budget if isinstance(self.select, Budgeted) else None
+        """Experts a layer; on a device for `DeviceBudget`. None: this policy has none."""
+        select = self.budgeted
+        return select.budget if isinstance(select, Budgeted | DeviceBudget) else None
+
+    @property
+    def budgeted(self) -> Select:
+        """The selection that a budget belongs to, without the leveling around it."""
+        return self.select.must if isinstance(self.select, Level) else self.select
 
     def checked_budget(self, budget: int | Tensor) -> int | Tensor:
         """The budget itself; ValueError if the policy has none to change or it is no whole number of at least 1."""
@@ -80,9 +88,12 @@ class Policy:
         Raises ValueError below 1 or for a policy without a budget.
         """
         budget = self.checked_budget(budget)
-        assert isinstance(self.select, Budgeted)
+        select = self.budgeted
+        assert isinstance(select, Budgeted | DeviceBudget)
+        select = dataclasses.replace(select, budget=budget)
         name = self.name if isinstance(budget, Tensor) else re.sub(r"\bbudget=\d+", f"budget={budget}", self.name)
-        return dataclasses.replace(self, select=dataclasses.replace(self.select, budget=budget), name=name)
+        whole = Level(select) if isinstance(self.select, Level) else select
+        return dataclasses.replace(self, select=whole, name=name)
 
     def __str__(self) -> str:
         return self.name

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from moebudget import fill, rivals, score, select
-from moebudget.device_selects import CostInvariant, WorthFetching
+from moebudget.device_selects import CostInvariant, DeviceBudget, Level, WorthFetching
 from moebudget.policy import Policy
 from moebudget.rivals import (
     YES_NO,
@@ -57,6 +57,11 @@ def _relative(preset: str, exponent: float) -> score.Score:
     return score.Relative(rule, exponent) if exponent else rule
 
 
+def _leveled(preset: str, rule: select.Select, level: str) -> select.Select:
+    """With `level` the devices that fetch fewer than the fullest one are filled up (CAEE)."""
+    return Level(rule) if choice(preset, "level", level, YES_NO) == "yes" else rule
+
+
 def dense() -> Policy:
     """The model as it is; every route of every row."""
     return Policy(score.RouterMass(), select.Union(), fill.Drop(), "dense")
@@ -83,28 +88,42 @@ def static(budget: int, fill: str = "original") -> Policy:
     return _budgeted("static", score.StaticEnergy(), budget, fill)
 
 
-def base(budget: int, fill: str = "original", relative: float = 0.0) -> Policy:
+def base(budget: int, fill: str = "original", relative: float = 0.0, level: str = "no") -> Policy:
     """BASE: the `budget` experts with the largest predicted removal cost, sum_t w_tu^2 e_u(z_t).
 
     https://arxiv.org/abs/2609.36222, sections 3.2 and 3.3. `fill` is "original" in the paper; "executed", "drop" and
     "substitute" are its ablations. `relative` (ours): each row's costs are divided by their sum to this power.
+    `level=yes` fills up the devices that fetch fewer than the fullest one, as CAEE does; it reads a placement.
     """
     rule, budget = _relative("base", relative), count("base", "budget", budget)
-    name = spell("base", {"fill": "original", "relative": 0.0}, budget=budget, fill=fill, relative=relative)
-    return Policy(rule, select.TopBudget(budget), fill_of("base", fill), name)
+    chosen = _leveled("base", select.TopBudget(budget), level)
+    defaults = {"fill": "original", "relative": 0.0, "level": "no"}
+    name = spell("base", defaults, budget=budget, fill=fill, relative=relative, level=level)
+    return Policy(rule, chosen, fill_of("base", fill), name)
 
 
-def spread(budget: int, fill: str = "half", relative: float = 0.0, floor: str = "no") -> Policy:
+def base_ep(budget: int, fill: str = "original", relative: float = 0.0) -> Policy:
+    """BASE for expert parallelism (ours): of every device the `budget` experts with the largest removal costs.
+
+    A step waits for the device that fetches most, and that one fetches at most `budget`. Reads a placement.
+    """
+    rule, budget = _relative("base_ep", relative), count("base_ep", "budget", budget)
+    name = spell("base_ep", {"fill": "original", "relative": 0.0}, budget=budget, fill=fill, relative=relative)
+    return Policy(rule, DeviceBudget(budget), fill_of("base_ep", fill), name)
+
+
+def spread(budget: int, fill: str = "half", relative: float = 0.0, floor: str = "no", level: str = "no") -> Policy:
     """BASE's removal costs with more experts in the layers that need them, `budget` a layer on average (ours).
 
     Each layer's number is read from the statistics (`moebudget allocate`). `floor=yes` keeps every row's best expert
-    while the layer's number allows; `relative` is that of `base`.
+    while the layer's number allows; `relative` and `level` are those of `base`.
     """
     rule, budget = _relative("spread", relative), count("spread", "budget", budget)
     on = choice("spread", "floor", floor, YES_NO) == "yes"
-    defaults = {"fill": "half", "relative": 0.0, "floor": "no"}
-    name = spell("spread", defaults, budget=budget, fill=fill, relative=relative, floor=floor)
-    return Policy(rule, select.LayerBudget(budget, on), fill_of("spread", fill), name)
+    chosen = _leveled("spread", select.LayerBudget(budget, on), level)
+    defaults = {"fill": "half", "relative": 0.0, "floor": "no", "level": "no"}
+    name = spell("spread", defaults, budget=budget, fill=fill, relative=relative, floor=floor, level=level)
+    return Policy(rule, chosen, fill_of("spread", fill), name)
 
 
 def price(
@@ -114,22 +133,26 @@ def price(
     floor: str = "no",
     ceiling: int | None = None,
     hold: float = 0.0,
+    level: str = "no",
 ) -> Policy:
     """Every expert whose removal cost times the layer's gain exceeds one price, `budget` a layer on average (ours).
 
     Price and gains are read from the statistics (`moebudget allocate`) and hold for the batch size they were made at.
     `floor=yes` adds every row's best expert; `ceiling` is the most that a layer fetches in a step. `hold`, the share
     of an excess that each step corrects, say .02, keeps the average at `budget` when text or batch size change.
+    `level`, which is that of `base`, comes after the ceiling; `hold` counts its experts, too.
     """
     rule, budget = _relative("price", relative), count("price", "budget", budget)
     on = choice("price", "floor", floor, YES_NO) == "yes"
     ceiling = None if ceiling is None else count("price", "ceiling", ceiling)
     hold = number("price", "hold", hold, most=1.0, zero=True)
+    chosen = _leveled("price", select.Price(budget, on, ceiling, hold), level)
+    defaults = {"fill": "half", "relative": 0.0, "floor": "no", "ceiling": None, "hold": 0.0, "level": "no"}
     name = spell(
-        "price", {"fill": "half", "relative": 0.0, "floor": "no", "ceiling": None, "hold": 0.0}, budget=budget,
-        fill=fill, relative=relative, floor=floor, ceiling=ceiling, hold=hold,
+        "price", defaults, budget=budget,
+        fill=fill, relative=relative, floor=floor, ceiling=ceiling, hold=hold, level=level,
     )  # fmt: skip
-    return Policy(rule, select.Price(budget, on, ceiling, hold), fill_of("price", fill), name)
+    return Policy(rule, chosen, fill_of("price", fill), name)
 
 
 def worth(least: float, cost: str = "base", fill: str = "half") -> Policy:
@@ -156,7 +179,7 @@ def oracle(budget: int, fill: str = "original") -> Policy:
 _ALL: tuple[Callable[..., Policy], ...] = (
     dense, topk, oea, sere, lynx, lynx_lat, exfold, exfold_static, exfold_prefill, xshare, xshare_balanced, xshare_ep,
     caee, caee_offload, skip, reap, reap_static, moe_spec, des_vote, dmoe, acceptmoe, router_mass, squared, static,
-    base, nonlinear, oracle, spread, price, worth,
+    base, nonlinear, oracle, base_ep, spread, price, worth,
 )  # fmt: skip
 PRESETS: dict[str, Callable[..., Policy]] = {f.__name__: f for f in _ALL}
 EXAMPLES: dict[str, str] = {
@@ -164,6 +187,7 @@ EXAMPLES: dict[str, str] = {
     "topk": "topk:k=2",
     **rivals.EXAMPLES,
     **{name: f"{name}:budget=8" for name in ("router_mass", "squared", "static", "base", "nonlinear", "oracle")},
+    "base_ep": "base_ep:budget=4",
     "spread": "spread:budget=8",
     "price": "price:budget=8",
     "worth": "worth:least=0.5",

@@ -19,12 +19,18 @@ from moebudget.rival_scores import (
     RouteShare,
 )
 from moebudget.rival_selects import AllBut, Critical, EffectiveRank, RetainedShare, ShareOfExperts, VotedBy, WarmUp
-from moebudget.score import RouteRank, RouterMass
+from moebudget.score import PredictedEnergy, RouteRank, RouterMass, Score, SquaredWeight
 from moebudget.select import TopBudget, Voted
 from moebudget.spelling import choice, count, fill_of, number, spell
 
 METRICS = ("frobenius", "cosine", "cka")
 YES_NO = ("yes", "no")
+DEVICE_SCORES: dict[str, Score] = {
+    "gate": GateMass(),
+    "base": PredictedEnergy(),
+    "squared": SquaredWeight(),
+    "router_mass": RouterMass(),
+}
 CAEE_FILL = Backfill("executed", everywhere=True)
 
 
@@ -125,17 +131,20 @@ def xshare_balanced(m: int) -> Policy:
     return Policy(GateMass(), RoundRobin(m), Backfill("executed"), f"xshare_balanced:m={m}")
 
 
-def xshare_ep(k0: int, m_device: int, additive: str = "yes") -> Policy:
+def xshare_ep(k0: int, m_device: int, additive: str = "yes", score: str = "gate") -> Policy:
     """XShare for expert parallelism: the rows' top-k0, then the m_device best others of every device.
 
-    https://arxiv.org/abs/2602.07265, algorithm 6. Reads a placement.
+    https://arxiv.org/abs/2602.07265, algorithm 6. Reads a placement. The paper's `score` is "gate", router scores over
+    all experts; "base", "squared" and "router_mass" are those of the presets of these names.
     """
     k0, m_device = (count("xshare_ep", f, v, 0) for f, v in (("k0", k0), ("m_device", m_device)))
     if not k0 + m_device:
         raise ValueError("xshare_ep: k0 and m_device are both 0, so no token could run any expert")
     on_top = choice("xshare_ep", "additive", additive, YES_NO) == "yes"
-    name = spell("xshare_ep", {"additive": "yes"}, k0=k0, m_device=m_device, additive=additive)
-    return Policy(GateMass(), PerDevice(k0, m_device, on_top), Backfill("executed"), name)
+    rule = DEVICE_SCORES[choice("xshare_ep", "score", score, DEVICE_SCORES)]
+    defaults = {"additive": "yes", "score": "gate"}
+    name = spell("xshare_ep", defaults, k0=k0, m_device=m_device, additive=additive, score=score)
+    return Policy(rule, PerDevice(k0, m_device, on_top), Backfill("executed"), name)
 
 
 def caee(theta: float, guard: str = "yes") -> Policy:

@@ -168,7 +168,7 @@ class LayerRouter:
             self.budget = torch.as_tensor(policy.budget, dtype=torch.int64, device=device).clone()
             policy = policy.with_budget(self.budget)
         self.policy = policy
-        self.hold = policy.select.hold if isinstance(policy.select, Price) else 0.0
+        self.hold = policy.budgeted.hold if isinstance(policy.budgeted, Price) else 0.0
         self.scale = torch.ones(1, dtype=torch.float64, device=device)
         self.following = self.scale
         self.totals = torch.zeros(len(FIELDS), dtype=torch.float64, device=device)

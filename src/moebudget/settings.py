@@ -11,20 +11,25 @@ from moebudget.policy import Policy
 from moebudget.presets import dense, parse
 from moebudget.spelling import unknown
 from moebudget.stats import Stats, load_stats
+from moebudget.types import PLACEMENT
 
 KEY = "moebudget"
-FIELDS = ("policy", "stats", "budgets", "enabled", "evidence")  # the last, of `moebudget tune`, is not read
+FIELDS = ("policy", "stats", "budgets", "enabled", "debug", "evidence")  # the last, of `moebudget tune`, is not read
 EXAMPLE = '{"moebudget": {"policy": "base:budget=16", "stats": "stats.safetensors"}}'
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One model's settings. `budgets` has one number a Mixture-of-Experts layer and wins over the policy's own."""
+    """One model's settings. `budgets` has one number a Mixture-of-Experts layer and wins over the policy's own.
+
+    `debug`, which vLLM alone reads: the ranks compare what they have chosen in every layer and step.
+    """
 
     policy: Policy
     stats: Path | None = None
     budgets: tuple[int, ...] | None = None
     enabled: bool = True
+    debug: bool = False
 
 
 def read_settings(additional_config: object) -> Settings | None:
@@ -57,14 +62,16 @@ def read_settings(additional_config: object) -> Settings | None:
             )
         budgets = policy.layer_budgets(budgets, len(budgets))
     enabled = read_flag("enabled", given.get("enabled", True))
-    return Settings(policy, _stats_path(policy, given.get("stats")), budgets, enabled)
+    debug = read_flag("debug", given.get("debug", False))
+    return Settings(policy, _stats_path(policy, given.get("stats")), budgets, enabled, debug)
 
 
 def _stats_path(policy: Policy, given: object) -> Path | None:
     if given is None:
-        if policy.needs:
+        needs = policy.needs - PLACEMENT  # vLLM knows where its experts lie; `attach` asks for it later
+        if needs:
             raise ValueError(
-                f"policy {policy.name!r} needs statistics ({', '.join(sorted(policy.needs))}) and `stats` is missing; "
+                f"policy {policy.name!r} needs statistics ({', '.join(sorted(needs))}) and `stats` is missing; "
                 f"make them with `moebudget calibrate MODEL --data TEXT -o stats.safetensors`, as in {EXAMPLE}"
             )
         return None

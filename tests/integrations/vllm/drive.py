@@ -1,6 +1,7 @@
 """Runs jobs in vLLM, in this process, and writes what happened: `python -m ... jobs.json answers.json`.
 
 A job is one engine: {"engine": LLM arguments, "phases": [{"set": arguments of moebudget_set, "requests": [...]}]}.
+The last phase may have "spoil", a rank and a budget for it alone, and answers with the error of the steps after it.
 With "record" the rows are recorded as record.py does, on every rank.
 """
 
@@ -67,6 +68,15 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             )
             for request in phase["requests"]
         ]
+        if "spoil" in phase:
+            llm.collective_rpc("set_on_rank", args=tuple(phase["spoil"]))
+            try:
+                llm.generate(prompts, params, use_tqdm=False)
+                answer["error"] = ""
+            except Exception as error:
+                answer["error"] = f"{type(error).__name__}: {error}"
+            phases.append(answer)
+            continue
         adapters = [
             LoRARequest("adapter", 1, request["adapter"]) if "adapter" in request else None
             for request in phase["requests"]

@@ -108,6 +108,8 @@ class Extension:
     """RPC: `collective_rpc("record_start")`, then `collective_rpc("record_take")`."""
 
     model_runner: Any
+    rank: int
+    moebudget_set: Any
 
     def record_start(self) -> None:
         """Forget what was recorded, and record."""
@@ -119,6 +121,11 @@ class Extension:
         recorder = recorder_of(self.model_runner)
         recorder.on = False
         return recorder.rows
+
+    def set_on_rank(self, rank: int, budget: int) -> None:
+        """Change the budget of one rank alone, which nobody may do: the ranks then choose differently."""
+        if self.rank == rank:
+            self.moebudget_set(budget)
 
 
 def recorder_of(model_runner: Any) -> Recorder:
@@ -141,3 +148,29 @@ def record_from_the_first_capture() -> None:
 
 
 record_from_the_first_capture()  # vLLM imports this file in the worker, after its worker's class
+
+
+def map_experts_on_the_cpu() -> None:
+    """vLLM's CPU experts index their rank's weights by the ids of all experts and crash with expert parallelism."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    original = RoutedExperts.forward_modular
+
+    @functools.wraps(original)
+    def forward_modular(
+        self: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        held = self.expert_map_manager.expert_map
+        if held is not None:
+            local = held[topk_ids.long()]
+            topk_weights = topk_weights.masked_fill(local < 0, 0.0)
+            topk_ids = local.clamp_min(0).to(topk_ids.dtype)
+        return original(self, x, topk_weights, topk_ids, *args, **kwargs)
+
+    RoutedExperts.forward_modular = forward_modular
+
+
+map_experts_on_the_cpu()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moebudget.integrations.vllm.board import Board
-from moebudget.integrations.vllm.checks import canary, check_layers, check_stats, router_matrix
+from moebudget.integrations.vllm.checks import canary, check_layers, model_facts, router_matrix
 from moebudget.integrations.vllm.engine import Engine
 from moebudget.integrations.vllm.layout import UnsupportedEngineError, check_layout, check_version
 from moebudget.integrations.vllm.route import Step, make_router
@@ -118,11 +118,11 @@ def test_statistics_of_another_model_are_used(changes: dict[str, Any], message: 
     matrix = router_matrix(model, layer)
     assert matrix is model[0].gate.weight
     right = facts(router_hash=hash_routers([matrix, matrix]))
-    check_stats(Stats(right, {}), [layer], model, "f", parse("squared:budget=2"))
+    Stats(right, {}).check(model_facts([layer], model, "f"))
     random = Stats(facts(router_hash="of other random numbers"), {})
-    check_stats(random, [layer], model, "f", parse("squared:budget=2"), trained=False)
+    random.check(model_facts([layer], model, "f", trained=False))
     with pytest.raises(StatsError, match=message):
-        check_stats(Stats(facts(**changes), {}), [layer], model, "f", parse("squared:budget=2"))
+        Stats(facts(**changes), {}).check(model_facts([layer], model, "f"))
 
 
 def probed(layer: Any) -> Any:

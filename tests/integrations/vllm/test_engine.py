@@ -197,15 +197,47 @@ def test_compiled_model_ignores_the_budget(checkpoints: Path, drive: Drive) -> N
 def test_ranks_choose_different_experts(checkpoints: Path, drive: Drive) -> None:
     requests = {"requests": REQUESTS}
     phases = [{"set": {"budget": 5}, **requests}, {"set": {"budget": [3, 4, 5]}, **requests}]
-    config = {"policy": "base:budget=16", "stats": str(checkpoints / "stats.safetensors")}
-    parallel = job(checkpoints / "qwen3", config, phases, tensor_parallel_size=2)
-    [answer] = drive([{**parallel, "record": False}], env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    config = {"policy": "base:budget=16", "stats": str(checkpoints / "stats.safetensors"), "debug": True}
+    parallel = job(checkpoints / "qwen3", config, [*phases, {"spoil": [1, 2], **requests}], tensor_parallel_size=2)
+    [answer] = drive([parallel], env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
     assert "error" not in answer, answer
-    for phase in answer["phases"]:
+    *sound, spoilt = answer["phases"]
+    for phase, most in zip(sound, (5, 5), strict=True):
         one, other = phase["states"]
+        assert phase["ranks_run_alike"]
+        assert most_fetched(phase, REQUESTS) == most
         assert one["per_layer"] == other["per_layer"]
         assert one["budgets"] == other["budgets"]
         assert one["counters"]["steps"] > 0
+        assert one["debug"]["different"] == 0
+        assert one["debug"]["compared"] >= one["counters"]["steps"]
+        assert one["expert_parallel"] is None
+    assert "ranks chose different experts in " in spoilt["error"]
+
+
+def test_rank_fetches_more_than_its_share_or_is_charged_for_others(checkpoints: Path, drive: Drive) -> None:
+    """Expert parallelism over two ranks: neighbouring experts in equal blocks, a budget for each rank."""
+    requests = {"requests": REQUESTS}
+    config = {"policy": "base_ep:budget=16", "stats": str(checkpoints / "stats.safetensors"), "debug": True}
+    engine = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    plan = [requests, {"set": {"budget": 3}, **requests}]
+    [answer] = drive([job(checkpoints / "qwen3", config, plan, **engine)], env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    assert "error" not in answer, answer
+    everything, three = answer["phases"]
+    assert everything["own"] == [row[-1] for row in everything["rows"]]
+    loads = []
+    for rows in decoded(three, REQUESTS).values():
+        union = set().union(*(ids for _, ids in rows))
+        loads.append([sum(expert // (EXPERTS // 2) == rank for expert in union) for rank in range(2)])
+    assert [max(column) for column in zip(*loads, strict=True)] == [3, 3]
+    for before, after in zip(three["before"], three["states"], strict=True):
+        then, now = before["expert_parallel"], after["expert_parallel"]
+        assert now["ranks"] == 2
+        assert [b - a for a, b in zip(then["fetched"], now["fetched"], strict=True)] == list(
+            map(sum, zip(*loads, strict=True))
+        )
+        assert now["fetched_most"] - then["fetched_most"] == sum(map(max, loads))
+        assert after["debug"]["different"] == 0
 
 
 def test_wrong_setting_reaches_serving(checkpoints: Path, drive: Drive) -> None:
@@ -220,6 +252,7 @@ def test_wrong_setting_reaches_serving(checkpoints: Path, drive: Drive) -> None:
         "unknown key 'bugdets'": ("qwen3", {"policy": "squared:budget=4", "bugdets": [4]}),
         "and `stats` is missing": ("qwen3", {"policy": "base:budget=4"}),
         "k_max=6 exceeds the 4 experts a token": ("qwen3", {"policy": "oea:k0=1,k_max=6"}),
+        "here every expert lies on one": ("qwen3", {"policy": "xshare_ep:k0=1,m_device=2"}),
     }
     jobs = [job(checkpoints / model, config, [{"requests": []}]) for model, config in wrong.values()]
     answers = drive(jobs)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moebudget.device_selects import DeviceBudget
 from moebudget.integrations.vllm.board import KEEPS, VOTES, Board
 from moebudget.integrations.vllm.hook import Layer
 from moebudget.integrations.vllm.layout import UnsupportedEngineError
@@ -15,7 +16,7 @@ from moebudget.integrations.vllm.spec import selection_bias
 from moebudget.policy import Policy
 from moebudget.router import RouterSpec
 from moebudget.select import LayerBudget, TopBudget
-from moebudget.stats import ModelFacts, Stats, StatsError, hash_routers
+from moebudget.stats import ModelFacts, StatsError, hash_routers
 from moebudget.types import Routing
 
 CANARY_ROWS = 16
@@ -43,10 +44,8 @@ def check_layers(model_runner: Any, layers: Sequence[Layer]) -> None:
         )
 
 
-def check_stats(
-    stats: Stats, layers: Sequence[Layer], model: nn.Module, family: str, policy: Policy, *, trained: bool = True
-) -> None:
-    """Raise StatsError that names both sides for statistics of another model, MissingStatisticError for a lack.
+def model_facts(layers: Sequence[Layer], model: nn.Module, family: str, *, trained: bool = True) -> ModelFacts:
+    """What statistics must agree on. StatsError if the layers differ, which statistics cannot.
 
     Router matrices are compared if they are `trained` (vLLM's load format "dummy" makes random ones).
     """
@@ -60,8 +59,7 @@ def check_stats(
     known = [m for m in matrices if m is not None and m.dtype in (torch.bfloat16, torch.float32)]
     digest = hash_routers(known) if trained and len(known) == len(matrices) else ""
     indices = tuple(layer.index for layer in layers)
-    facts = ModelFacts(family, indices, first.spec.num_experts, first.spec.top_k, first.hidden, digest)
-    stats.check(facts, policy.needs)
+    return ModelFacts(family, indices, first.spec.num_experts, first.spec.top_k, first.hidden, digest)
 
 
 def router_matrix(model: nn.Module, layer: Layer) -> Tensor | None:
@@ -116,7 +114,9 @@ def canary(layer: Layer, board: Board, policy: Policy, dtype: torch.dtype) -> No
     most = layer.spec.num_experts
     if isinstance(policy.select, TopBudget):
         most = 1
-    elif isinstance(policy.select, LayerBudget):  # the layer's own number for an average of 1
+    elif isinstance(
+        policy.select, LayerBudget | DeviceBudget
+    ):  # the layer's own number for an average of 1, 1 a device
         most = len(native) - 1
     if layer.calls == calls or not 1 <= len(used) <= most:
         raise RuntimeError(

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moebudget.integrations.vllm.board import Board
-from moebudget.integrations.vllm.checks import canary, check_layers, check_stats, fetched_bytes
+from moebudget.integrations.vllm.checks import canary, check_layers, fetched_bytes, model_facts
 from moebudget.integrations.vllm.config import check_slots
 from moebudget.integrations.vllm.hook import Layer
+from moebudget.integrations.vllm.ranks import (
+    Watch,
+    check_agreement,
+    expert_ranks,
+    needs_placement,
+    placed,
+    read_placements,
+    watched,
+)
 from moebudget.integrations.vllm.route import TorchRouter, make_router
+from moebudget.placement import Placement
 from moebudget.runtime import FIELDS, Counters, chain
 from moebudget.settings import Settings
 from moebudget.stats import Stats, load_stats
-from moebudget.types import NO_STATS
+from moebudget.types import NO_STATS, PLACEMENT
 
 log = logging.getLogger("vllm.moebudget")  # vLLM's handlers print it
 
@@ -40,6 +52,7 @@ class Engine:
         self.board: Board | None = None
         self.budgets: tuple[int, ...] | None = None
         self.fetched_bytes = 0
+        self.placements: list[Placement] = []
 
     def collect(self, runner: Any) -> None:
         """Note a layer that vLLM has just made. Raises UnsupportedRouterError, or ValueError for too many slots."""
@@ -63,19 +76,27 @@ class Engine:
         self.layers = [layer for layer in self.layers if id(layer.runner) in inside]  # others are a draft model's
         check_layers(model_runner, self.layers)
         self.layers.sort(key=lambda layer: layer.index)
-        if self.stats is not None:
-            trained = model_runner.vllm_config.load_config.load_format != "dummy"
-            check_stats(self.stats, self.layers, model, self.family, policy, trained=trained)
+        config = model_runner.vllm_config
+        expert_parallel = bool(config.parallel_config.enable_expert_parallel)
+        self.placements = read_placements(self.layers, expert_ranks() if expert_parallel else _alone)
+        if self.stats is not None or needs_placement(policy):
+            trained = config.load_config.load_format != "dummy"
+            facts = model_facts(self.layers, model, self.family, trained=trained)
+            if self.stats is not None:
+                self.stats.check(facts, policy.needs - PLACEMENT)
+            if needs_placement(policy):
+                self.stats = placed(policy, facts if self.stats is None else self.stats, self.placements)
         if policy.budget is not None:
             asked = policy.budget if self.settings.budgets is None else self.settings.budgets
             self.budgets = policy.layer_budgets(asked, len(self.layers))
         device = torch.device(model_runner.device)
-        size, wide = _rows(model_runner.vllm_config, int(model_runner.max_num_tokens))
+        size, wide = _rows(config, int(model_runner.max_num_tokens))
         self.board = Board(size, device, wide)
+        ranks, add = _tensor_ranks() if self.settings.debug else (1, None)
         for position, layer in enumerate(self.layers):
             stats = NO_STATS if self.stats is None else self.stats.layer(position)
             route = make_router(policy, layer.spec, stats, hidden=layer.hidden, max_rows=wide, device=device)
-            layer.activate(route, self.board)
+            layer.activate(route, self.board, Watch(self.placements[position], device, ranks, add))
         self.board.by_request = any(isinstance(layer.route, TorchRouter) for layer in self.layers)
         chain([layer.route.holding for layer in self.layers if layer.route is not None])
         self._write(self.budgets)
@@ -87,6 +108,8 @@ class Engine:
             layer.calls = 0
             assert layer.route is not None
             layer.route.clear()
+            assert layer.watch is not None
+            layer.watch.clear()
         self.board.enabled = self.settings.enabled
         self.fetched_bytes = fetched_bytes(self.layers[0])
         Engine.newest = self
@@ -97,6 +120,8 @@ class Engine:
         if Engine.newest is not self:
             raise RuntimeError("a newer engine with moebudget was started in this process: run one engine a process")
         assert self.board is not None
+        if self.settings.debug:
+            check_agreement(self.layers)
         return self.board
 
     def after_dummy_run(self) -> None:
@@ -155,6 +180,7 @@ class Engine:
             "fetched_bytes_per_expert": self.fetched_bytes,
             "counters": Counters(len(layers), summed).as_dict(),
             "per_layer": layers,
+            **watched(self.layers),
         }
 
     @property
@@ -164,12 +190,26 @@ class Engine:
     def __str__(self) -> str:
         budgets = sorted(set(self.budgets or ()))
         shown = "" if not budgets else f", budget {budgets[0]}" + (f" to {budgets[-1]}" if len(budgets) > 1 else "")
+        devices = self.placements[0].devices
+        where = f" over {devices} ranks" if devices > 1 else ""
         spec, method = self.layers[0].spec, type(self.layers[0].runner.routed_experts.quant_method).__name__
         return (
             f"moebudget: {self.settings.policy.name}{shown} on {len(self.layers)} layers of {spec.num_experts} "
-            f"experts, {spec.top_k} a token; {self._path} path, experts by {method}, {self.fetched_bytes} bytes an "
-            f"expert{'' if self.settings.enabled else '; off until enabled'}"
+            f"experts{where}, {spec.top_k} a token; {self._path} path, experts by {method}, "
+            f"{self.fetched_bytes} bytes an expert{'' if self.settings.enabled else '; off until enabled'}"
         )
+
+
+def _alone(own: Any) -> list[Any]:
+    return [own]
+
+
+def _tensor_ranks() -> tuple[int, Callable[[Tensor], Tensor]]:
+    """How many ranks see the same rows, and a sum over them; without data parallelism these are all ranks."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    return int(group.world_size), group.all_reduce
 
 
 def _rows(vllm_config: Any, tokens: int) -> tuple[int, int]:

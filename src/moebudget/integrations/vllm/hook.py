@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moebudget.integrations.vllm.board import Board
+from moebudget.integrations.vllm.ranks import Watch
 from moebudget.integrations.vllm.route import Router, Step
 from moebudget.integrations.vllm.spec import router_spec, selection_bias
 
@@ -28,12 +29,13 @@ class Layer:
         self.hidden = int(config.hidden_dim_unpadded or config.hidden_dim)
         self.route: Router | None = None
         self.board: Board | None = None
+        self.watch: Watch | None = None
         self.calls = 0
         hook(runner.router)
 
-    def activate(self, route: Router, board: Board) -> None:
+    def activate(self, route: Router, board: Board, watch: Watch | None = None) -> None:
         """From now on the layer's routes go through `route`; the newest engine of a process owns the name."""
-        self.route, self.board = route, board
+        self.route, self.board, self.watch = route, board, watch
         _LAYERS[self.name] = self
         self.router.moebudget_layer = self.name
 
@@ -55,6 +57,8 @@ class Layer:
         bias = selection_bias(self.router)
         step = Step(hidden, logits, ids, weights, rows, request, bias, self.board.voting)
         ids, weights = self.route(step)
+        if self.watch is not None:
+            self.watch(ids, rows)
         return weights, ids
 
 

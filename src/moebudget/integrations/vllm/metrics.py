@@ -1,4 +1,4 @@
-"""Prometheus gauges of one engine: 16 series, whatever the number of layers and experts."""
+"""Prometheus gauges of one engine: 16 series, 19 with expert parallelism, however many layers and experts."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ class Gauges:
         self.ranks_agree = gauge("ranks_agree", "1 while the counters of all tensor-parallel ranks are equal")
         self.totals = {n: gauge(n, f"{n.replace('_', ' ')}, sum over layers since the start") for n in FIELDS}
         self.means = {n: gauge(f"{n}_mean", f"{n.replace('_', ' ')} a layer and step, recently") for n in MEANS}
+        self.by_rank = gauge(
+            "rank_fetched_mean",
+            "experts a rank, layer and step, recently: of the ranks with fewest (min) and most (max) on average, and "
+            "of the one with most in each layer and step (slowest)",
+            ["bound"],
+        )
+        self.last_ranks: list[float] = []
         self.last = dict.fromkeys(FIELDS, 0.0)
 
     def show(self, states: Sequence[dict[str, Any]]) -> None:
@@ -41,9 +48,22 @@ class Gauges:
         for name, mean in self.means.items():
             if steps > 0:
                 mean.set((now[name] - self.last[name]) / steps)
+        self._show_ranks(first["expert_parallel"], steps)
         self.last = now
+
+    def _show_ranks(self, found: dict[str, Any] | None, steps: float) -> None:
+        """Three series, however many ranks; none on a single device."""
+        if found is None:
+            return
+        sums = [*found["fetched"], found["fetched_most"]]
+        before = self.last_ranks or [0.0] * len(sums)
+        means = [(now - then) / steps for now, then in zip(sums, before, strict=True)] if steps > 0 else []
+        if means:
+            for bound, value in (("min", min(means[:-1])), ("max", max(means[:-1])), ("slowest", means[-1])):
+                self.by_rank.labels(bound).set(value)
+        self.last_ranks = sums
 
 
 def agree(states: Sequence[dict[str, Any]]) -> bool:
-    """Whether every rank chose alike: their counters are equal to the last digit."""
-    return all(state["per_layer"] == states[0]["per_layer"] for state in states)
+    """Whether every rank's counters are equal to the last digit, as they are where all choose alike."""
+    return all(state[name] == states[0][name] for state in states for name in ("per_layer", "expert_parallel"))
