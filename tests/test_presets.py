@@ -10,9 +10,10 @@ import pytest
 
 from moebudget import presets
 from moebudget.fill import Backfill, Drop, OwnRoutes
-from moebudget.presets import COSTS, EXAMPLES, PRESETS, parse
+from moebudget.presets import EXAMPLES, PRESETS, parse
 from moebudget.rivals import DEVICE_SCORES, METRICS, YES_NO
 from moebudget.score import (
+    COSTS,
     NonlinearEnergy,
     PredictedEnergy,
     RouteRank,

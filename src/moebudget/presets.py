@@ -36,13 +36,6 @@ from moebudget.rivals import (
 )
 from moebudget.spelling import choice, count, fill_of, number, read, spell
 
-COSTS: dict[str, score.Score] = {
-    "base": score.PredictedEnergy(),
-    "static": score.StaticEnergy(),
-    "squared": score.SquaredWeight(),
-    "router_mass": score.RouterMass(),
-}
-
 
 def _budgeted(preset: str, rule: score.Score, budget: int, fill: str) -> Policy:
     budget = count(preset, "budget", budget)
@@ -161,7 +154,7 @@ def worth(least: float, cost: str = "base", fill: str = "half") -> Policy:
     A missing expert is worth it if its removal cost is `least` times the mean of the experts that the batch routes to.
     `cost`: the removal cost by the score of base, static, squared or router_mass. Reads a placement.
     """
-    least, rule = number("worth", "least", least), COSTS[choice("worth", "cost", cost, COSTS)]
+    least, rule = number("worth", "least", least), score.COSTS[choice("worth", "cost", cost, score.COSTS)]
     name = spell("worth", {"cost": "base", "fill": "half"}, least=least, cost=cost, fill=fill)
     return Policy(rule, CostInvariant(WorthFetching(least)), fill_of("worth", fill), name)
 

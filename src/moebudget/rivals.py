@@ -19,18 +19,13 @@ from moebudget.rival_scores import (
     RouteShare,
 )
 from moebudget.rival_selects import AllBut, Critical, EffectiveRank, RetainedShare, ShareOfExperts, VotedBy, WarmUp
-from moebudget.score import PredictedEnergy, RouteRank, RouterMass, Score, SquaredWeight
+from moebudget.score import COSTS, RouteRank, RouterMass, Score
 from moebudget.select import TopBudget, Voted
 from moebudget.spelling import choice, count, fill_of, number, spell
 
 METRICS = ("frobenius", "cosine", "cka")
 YES_NO = ("yes", "no")
-DEVICE_SCORES: dict[str, Score] = {
-    "gate": GateMass(),
-    "base": PredictedEnergy(),
-    "squared": SquaredWeight(),
-    "router_mass": RouterMass(),
-}
+DEVICE_SCORES: dict[str, Score] = {"gate": GateMass(), **COSTS}
 CAEE_FILL = Backfill("executed", everywhere=True)
 
 

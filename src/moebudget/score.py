@@ -192,3 +192,12 @@ class TrueEnergy:
                 "use it with moebudget.attach or `moebudget eval`, or take base(budget=...) to serve"
             )
         return on_routes(batch, _squared_weights(batch) * batch.energy)
+
+
+# Removal costs by the preset that budgets with them.
+COSTS: dict[str, Score] = {
+    "base": PredictedEnergy(),
+    "static": StaticEnergy(),
+    "squared": SquaredWeight(),
+    "router_mass": RouterMass(),
+}
