@@ -1,0 +1,71 @@
+#!/usr/bin/env python3
+"""Does `hold` keep a price's average when the batch is another one than the price was made for?
+
+    python scripts/check_hold.py --stats out/spread.safetensors
+
+Held-out text of the embedded model is decoded token by token with a cache, all windows of a batch side by side, and
+the experts fetched are counted in quarters of the run. Statistics as `study_spread.py calibrate allocate` makes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+from moebudget import provenance
+from moebudget.demo.run import MODEL, NAME, embedded_text, heldout_windows
+from moebudget.integrations.loading import load_model, vocabulary
+from moebudget.integrations.transformers import attach
+from moebudget.presets import parse
+from moebudget.stats import Stats, load_stats
+
+POLICIES = ("spread:budget=10", "price:budget=10", "price:budget=10,hold=0.02", "price:budget=10,hold=0.1")
+SIZES = (4, 16, 64)
+QUARTERS = 4
+
+
+@torch.no_grad()
+def decode(model: Any, text: str, stats: Stats, windows: Tensor) -> dict[str, Any]:
+    """Experts fetched a layer in each quarter of the steps, and the loss of all of them in nats a token."""
+    steps, losses, fetched = windows.shape[1] - 2, [], []
+    with attach(model, parse(text), stats, finished_ids=frozenset()) as run:
+        cache = model(input_ids=windows[:, :1], use_cache=True).past_key_values
+        for step in range(steps):
+            if step * QUARTERS // steps != (step - 1) * QUARTERS // steps:
+                if step:
+                    fetched.append(run.counters.fetched)
+                run.reset()
+            out = model(input_ids=windows[:, step + 1 : step + 2], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            losses.append(F.cross_entropy(out.logits[:, -1].float(), windows[:, step + 2]))
+        fetched.append(run.counters.fetched)
+    return {"fetched_by_quarter": fetched, "nll": float(torch.stack(losses).mean()), "tokens": steps * len(windows)}
+
+
+def main() -> None:
+    ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    ap.add_argument("--stats", type=Path, required=True)
+    ap.add_argument("--batch", type=int, nargs="+", default=SIZES)
+    ap.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/analysis.jsonl")
+    a = ap.parse_args()
+    model, tokenizer = load_model(str(MODEL), device="cpu", dtype="float32")
+    stats = load_stats(a.stats)
+    for batch in a.batch:
+        windows = heldout_windows(tokenizer, vocabulary(model), batch, files=embedded_text("heldout"))[:batch]
+        for text in POLICIES:
+            found = decode(model, text, stats, windows)
+            row = {"bench": "hold", "model": NAME, "policy": text, "B": batch, **found, **provenance.stamp("cpu")}
+            provenance.append_rows(a.results, [row])
+            print(batch, text, [round(f, 2) for f in found["fetched_by_quarter"]], round(found["nll"], 4), flush=True)
+
+
+if __name__ == "__main__":
+    main()
