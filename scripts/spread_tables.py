@@ -148,12 +148,35 @@ def domains_table(rows: list[Row]) -> str:
     return pivot(rows, label, lambda r: r["domain"], "rule")
 
 
+def mixed_table(rows: list[Row]) -> str:
+    """Budgets of an allocation on text and tasks: loss on the text, accuracy on the tasks."""
+    cells = [
+        [r["method"], f"`{r['policy']}`", counted(r) if r["target"] else "0", f"{r['task_fetched']:.1f}",
+         pm(r["task_avg"], r["task_ci95"], 1)]
+        for r in rows
+    ]  # fmt: skip
+    heads = ["rule", "policy", "loss above dense", "experts on tasks", "tasks, %"]
+    return "\n\n".join([table(heads, cells, left=2), source(rows[0])])
+
+
+def hold_table(rows: list[Row]) -> str:
+    """Experts fetched in each quarter of a run, by batch size."""
+    cells = [
+        [str(r["B"]), f"`{r['policy']}`", *(f"{f:.1f}" for f in r["fetched_by_quarter"]), f"{r['nll']:.3f}"]
+        for r in rows
+    ]
+    heads = ["batch", "policy", "first quarter", "second", "third", "fourth", "loss of all"]
+    origin = source(rows[0]).replace("quality", "analysis")
+    return "\n\n".join([table(heads, cells, left=2), origin])
+
+
 TABLES: dict[str, Callable[[list[Row]], str]] = {
     "spread-table": targets_table,
     "pieces-table": pieces_table,
     "tasks-table": tasks_table,
     "sizes-table": sizes_table,
     "domains-table": domains_table,
+    "mixed-table": mixed_table,
 }  # by place in the page; those of the large model begin with `large-`
 BENCHES = {"spread-table": "spread", "pieces-table": "spread"}  # of a table, where it is not `spread_` and its name
 

@@ -227,6 +227,13 @@ def decode_table(rows: list[Row]) -> str:
             f"fetched a layer (R² {r['r2']:.4f}). The routers fetch {r['native_union']:.1f} a layer; at "
             f"{r['at_union']:.1f} the line gives {text}."
         )
+    uneven = {(r["model"], r["B"], r["M"]): r for r in rows if r["bench"] == "decode_uneven"}.values()
+    lines += [
+        f"{r['model']}, B = {r['B']}, budgets of {min(r['budgets'])} to {max(r['budgets'])} that rise from layer to "
+        f"layer, {r['fetched']:.1f} experts on average: {r['tpot_ms']:.2f} ms; the line of equal budgets gives "
+        f"{r['line_ms']:.2f}."
+        for r in uneven
+    ]
     first = next(iter(last.values()))
     return "\n\n".join(
         [
@@ -270,6 +277,7 @@ def blocks(
         ("docs/vllm.md", "decode-table"): decode_table(decode),
         ("README.md", "speed"): speed_line(decode),
         **{(SPREAD, place): text for place, text in spread_tables.blocks(spread, last_run).items()},
+        **({(SPREAD, "hold-table"): spread_tables.hold_table(hold)} if (hold := last_run(analysis, "hold")) else {}),
         ("docs/kernels.md", "routing-table"): routing_table(routing),
         ("docs/comparison.md", "methods-table"): methods_table(quality),
         ("docs/analyses.md", "geometry-table"): geometry_table(analysis),
