@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import moebudget.kernels
-from moebudget.kernels import FusedRouter, NotFusedError, lower
+from moebudget.kernels import FusedRouter, NotFusedError, fused, lower
 from moebudget.policy import Policy
 from moebudget.presets import EXAMPLES, parse
 from moebudget.runtime import LayerRouter, chain, count_step
@@ -234,6 +234,19 @@ def test_price_of_an_average_is_not_that_of_the_layer() -> None:
     for average, fetched in ((1, 1), (2, 3), (12, 12)):  # above every sum the largest stays
         router.set_budget(average)
         check(router, priced, parse(f"base:budget={fetched}"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("top_k", [3, 4])
+def test_program_with_two_routes_misses_one(kind: str, top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "WIDE", 5 * top_k)
+    problem, policy = garbage(make_problem(kind, 5, 12, top_k)), parse("base:budget=5")
+    router = router_of(problem, policy)
+    splits = []
+    launch = router.score_rows.__class__.__getitem__
+    monkeypatch.setattr(router.score_rows.__class__, "__getitem__", lambda k, g: (splits.append(g), launch(k, g))[1])
+    check(router, problem, policy)
+    assert splits[0] == (5, 2)
 
 
 @pytest.mark.parametrize("layers", [1, 2])

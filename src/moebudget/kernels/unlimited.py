@@ -27,15 +27,12 @@ def leave_row(
         before = tl.load(counters + row * FIELDS + field)
     nonzero = residue(hidden + row * hidden_stride, D, BLOCK)
     kind = tl.load(live + row).to(tl.int32)
+    probs, choice, _, finite = row_scores(
+        logits + row * logits_stride, bias, N, NP, SIGMOID, HAS_BIAS, GROUPS, OPEN, TOP2, GP
+    )
     if ROUTED:
         place = slots_of(own_ids + row * K, NP, K)
-        probs = tl.load(own_weights + row * K + place, mask=place < K, other=0.0)
-        x = tl.load(logits + row * logits_stride + expert, mask=expert < N, other=0.0).to(tl.float32)
-        finite = tl.sum(x * 0.0, 0) == 0
     else:
-        probs, choice, _, finite = row_scores(
-            logits + row * logits_stride, bias, N, NP, SIGMOID, HAS_BIAS, GROUPS, OPEN, TOP2, GP
-        )
         opened = choice > -float("inf")
         place = top_slots(ordered(choice), opened, NP, K)
     route = place < K
