@@ -160,7 +160,8 @@ def mixed_table(rows: list[Row]) -> str:
 
 
 def hold_table(rows: list[Row]) -> str:
-    """Experts fetched in each quarter of a run, by batch size."""
+    """Experts fetched in each quarter of a run, by batch size; the last row of each setting."""
+    rows = list({(r["B"], r["policy"]): r for r in rows}.values())
     cells = [
         [str(r["B"]), f"`{r['policy']}`", *(f"{f:.1f}" for f in r["fetched_by_quarter"]), f"{r['nll']:.3f}"]
         for r in rows

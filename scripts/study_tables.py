@@ -277,7 +277,7 @@ def blocks(
         ("docs/vllm.md", "decode-table"): decode_table(decode),
         ("README.md", "speed"): speed_line(decode),
         **{(SPREAD, place): text for place, text in spread_tables.blocks(spread, last_run).items()},
-        (SPREAD, "hold-table"): spread_tables.hold_table(last_run(analysis, "hold")),
+        (SPREAD, "hold-table"): spread_tables.hold_table([r for r in analysis if r["bench"] == "hold"]),
         ("docs/kernels.md", "routing-table"): routing_table(routing),
         ("docs/comparison.md", "methods-table"): methods_table(quality),
         ("docs/analyses.md", "geometry-table"): geometry_table(analysis),
