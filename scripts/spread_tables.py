@@ -171,6 +171,43 @@ def hold_table(rows: list[Row]) -> str:
     return "\n\n".join([table(heads, cells, left=2), origin])
 
 
+def singles_table(rows: list[Row]) -> str:
+    """Rows of `scripts/study_pieces.py`, the newest of each rule and target, with differences on the same windows."""
+    by = {(r["method"], r["target"]): r for r in rows}
+    targets = sorted({target for _, target in by})
+    cells = []
+    for rule in dict.fromkeys(method for method, _ in by):
+        cells.append([rule])
+        for m in targets:
+            r = by.get((rule, m))
+            gaps = (
+                []
+                if r is None
+                else [
+                    f"{r[f'over_{k}']:+.3f} ± {r[f'over_{k}_ci95']:.3f}" if f"over_{k}" in r else ""
+                    for k in ("base", "stand_in")
+                ]
+            )
+            cells[-1] += ["", "", ""] if r is None else [f"{above(r):.3f}", *gaps]
+        held = [
+            f"{by[rule, m]['sketches_in_experts']:.1f}"
+            for m in targets
+            if "sketches_in_experts" in by.get((rule, m), {})
+        ]
+        cells[-1].append(", ".join(held))
+    heads = ["rule", *(h for m in targets for h in (f"loss at {m}", "over BASE", "over stand-in"))]
+    last = list(by.values())[-1]
+    return "\n\n".join(
+        [
+            f"{last['model']}, batch {last['B']}, decode mode, {last['tokens']:,} held-out tokens a row. Loss above "
+            "dense at that many experts in every layer; differences on the same windows, ± half of a 95 % interval. "
+            "Last, what the sketches of a step's lost experts hold, in experts of this model.",
+            table([*heads, "sketches"], cells),
+            source(last),
+        ]
+    )
+
+
 TABLES: dict[str, Callable[[list[Row]], str]] = {
     "spread-table": targets_table,
     "pieces-table": pieces_table,
@@ -190,4 +227,7 @@ def blocks(of: dict[str, list[Row]], last_run: Callable[[list[Row], str], list[R
             bench = BENCHES.get(place, f"spread_{place.removesuffix('-table')}")
             if any(r["bench"] == bench for r in rows):
                 found[prefix + place] = make(last_run(rows, bench))
+        singles = [r for r in rows if r["bench"] == "pieces2"]
+        if singles:
+            found[prefix + "singles-table"] = singles_table(singles)
     return found

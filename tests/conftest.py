@@ -71,6 +71,9 @@ RIVALS = (
 OURS = (
     "base:budget=M,fill=half",
     "base:budget=M,fill=stand_in",
+    "base:budget=M,fill=energy",
+    "base:budget=M,fill=by_layer",
+    "base:budget=M,fill=sketch",
     "base:budget=M,relative=0.5",
     "spread:budget=M",
     "spread:budget=M,relative=1,floor=yes,fill=original",
@@ -197,6 +200,9 @@ def more_stats(n: int, k: int, g: torch.Generator) -> dict[str, Tensor]:
         half = (torch.rand(n, n, generator=g) * 32).round() / 32
         stats[f"similarity_{metric}"] = torch.minimum(half, half.T).fill_diagonal_(1.0)
     stats["output_direction"] = torch.randn(n, HIDDEN, generator=g)
+    stats["layer_fill"] = torch.randint(0, 3, (n,), generator=g) / 2
+    stats["sketch_in"] = torch.randn(n, 2, HIDDEN + 1, generator=g)
+    stats["sketch_out"] = torch.randn(n, 2, HIDDEN, generator=g)
     return stats
 
 

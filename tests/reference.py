@@ -160,6 +160,15 @@ def over(spec: RouterSpec, row: Row, ids: Sequence[int], denominator: str) -> Ro
     return _over_executed(spec, row, ids) if denominator == "executed" else _over_original(row, ids)
 
 
+def energy_gain(t: int, row: Row, routes: Routes, cost: Cost, cap: float = 1.25) -> Routes:
+    """Routes of row t scaled so that the sum of their removal costs is that of the model's own, by `cap` at most."""
+    if [u for u, _ in routes] == row.ids:
+        return routes
+    native, ran = (sum(cost(t, u, w) for u, w in which) for which in (row.routes, routes))
+    factor = min(cap, math.sqrt(native / ran))
+    return [(u, w * factor) for u, w in routes]
+
+
 def drop(row: Row, active: set[int]) -> Routes:
     """The row's own routes inside the set with the model's weights, or the one expert it weighs highest."""
     kept = [(u, w) for u, w in row.routes if u in active]

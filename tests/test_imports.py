@@ -15,8 +15,8 @@ import moebudget
 SRC = Path(moebudget.__file__).parent
 FILES = sorted(SRC.rglob("*.py"))
 CORE = (
-    "types", "cache", "placement", "router", "score", "select", "fill", "policy", "spelling", "presets", "stats",
-    "runtime", "rivals", "rival_scores", "rival_selects", "device_selects", "settings",
+    "types", "cache", "placement", "router", "score", "select", "fill", "gain_fills", "policy", "spelling", "presets",
+    "stats", "runtime", "rivals", "rival_scores", "rival_selects", "device_selects", "settings",
 )  # fmt: skip
 EDGES = {"integrations", "allocate", "evaluate", "analyse", "demo", "cli", "bench", "diagnose", "report"}
 EDGE_ONLY = {"transformers", "vllm", "lm_eval", "matplotlib", "datasets"}

@@ -89,6 +89,13 @@ def reference_routes(text: str, problem: Problem) -> list[reference.Routes]:
     rows, spec = problem.reference, problem.spec
     if text in OURS:
         active, fill = ours(name, given, problem)
+        if fill == "by_layer":
+            exponent = problem.plain_stats["layer_fill"][len(active) - 1] if active else 0.0
+            fill = {0.0: "original", 0.5: "half", 1.0: "executed"}[exponent]
+        if fill == "energy":
+            energy = cost_of("base", problem)
+            before = [reference.backfill(spec, row, active, "original") for row in rows]
+            return [reference.energy_gain(t, r, x, energy) for t, (r, x) in enumerate(zip(rows, before, strict=True))]
         return [reference.backfill(spec, row, active, fill) for row in rows]
     if text in RIVALS:
         _, at_budget = fields_of(text.replace("M", str(problem.budget)))
@@ -138,7 +145,8 @@ def before_leveling(name: str, given: Mapping[str, str], problem: Problem) -> tu
     order = reference.first_first(rows, total, given.get("floor") == "yes")
     entry = min(m, problem.spec.num_experts) - 1
     if name == "base":
-        fill = given.get("fill", "original").replace("stand_in", "original")  # its routes alone
+        fill = given.get("fill", "original")
+        fill = "original" if fill in ("stand_in", "sketch") else fill  # their routes alone
         return set(order[:m]), fill, order
     if name == "base_ep":
         on = stats["placement_device"]

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from moebudget.score import RouteRank
-from moebudget.select import TopBudget, Union, Voted, native_union
+from moebudget.score import RouteRank, RouterMass
+from moebudget.select import Coverage, TopBudget, Union, Voted, native_union
 from moebudget.types import NO_STATS, RouterBatch
 from tests import reference
 from tests.conftest import make_problem, over_kinds, problems
@@ -101,3 +101,47 @@ def test_rows_that_do_not_vote_enter_the_union() -> None:
     nobody = dataclasses.replace(batch, live=torch.zeros(3, dtype=torch.bool))
     assert active_set(native_union(nobody)) == set()
     assert active_set(TopBudget(4)(torch.zeros(3, 8), nobody, NO_STATS).mask) == set()
+
+
+@pytest.mark.parametrize("exponent", [1.0, 1.5, 2.0])
+@pytest.mark.parametrize("kind", ["softmax_renorm", "groups_top2"])
+def test_coverage_adds_other_than_the_expert_that_helps_most(kind: str, exponent: float) -> None:
+    other_than_sums = 0
+    for problem in problems(kind):
+        batch, n = problem.batch, problem.spec.num_experts
+        scores = RouterMass()(batch, NO_STATS)
+        plain, kept = scores.double().tolist(), set[int]()
+        routed = {u for row in problem.reference for u in row.ids}
+
+        def worth(chosen: set[int], plain: list[list[float]] = plain) -> float:
+            shares = [(sum(row), sum(row[u] for u in chosen) / sum(row)) for row in plain]
+            return sum(total * (1 - max(0.0, 1 - share) ** exponent) for total, share in shares)
+
+        for m in range(1, 5):
+            found = active_set(Coverage(m, exponent)(scores, batch, NO_STATS).mask)
+            assert active_set(Coverage(torch.tensor(m), exponent)(scores, batch, NO_STATS).mask) == found
+            assert kept < found or found == routed or not routed
+            assert len(found) == min(m, len(routed))
+            best = max((worth(kept | {u}) for u in routed - kept), default=0.0)
+            if found != kept:
+                assert worth(found) == pytest.approx(best, rel=1e-5)
+            kept = found
+        other_than_sums += kept != active_set(TopBudget(4)(scores, batch, NO_STATS).mask)
+        assert active_set(Coverage(n, exponent)(scores, batch, NO_STATS).mask) == routed
+    assert exponent == 1.0 or other_than_sums > 0
+
+
+def test_coverage_of_exponent_one_keeps_other_than_the_largest_sums() -> None:
+    problem = make_problem("sigmoid_bias", 16, 60, 8)
+    scores = torch.rand(16, 60, generator=torch.Generator().manual_seed(0))
+    for m in (1, 5, 20):
+        found = Coverage(m, 1.0)(scores, problem.batch, NO_STATS).mask
+        assert torch.equal(found, TopBudget(m)(scores, problem.batch, NO_STATS).mask)
+
+
+def test_row_without_anything_left_is_served_before_a_row_that_keeps_most() -> None:
+    """Expert 0 is worth most, expert 1 more to the same row than expert 2 to the other one, which has nothing else."""
+    scores = torch.tensor([[6.0, 3.0, 0.0], [0.0, 0.0, 2.5]])
+    batch = batch_of([[0, 1], [2, 0]], 3)
+    assert active_set(TopBudget(2)(scores, batch, NO_STATS).mask) == {0, 1}
+    assert active_set(Coverage(2)(scores, batch, NO_STATS).mask) == {0, 2}

@@ -116,6 +116,12 @@ class StaticEnergy:
         return on_routes(batch, _squared_weights(batch) * stats["energy_mean"].float()[batch.ids])
 
 
+def log_energies(batch: RouterBatch, stats: LayerStats) -> Tensor:
+    """log e_u(z_t) = a_u . z_t/|z_t| + b_u of every expert, [T, N]; see `PredictedEnergy`."""
+    z = unit(batch.hidden)  # [T, d]
+    return z @ stats["predictor_weight"].float().T + stats["predictor_bias"].float()
+
+
 @dataclass(frozen=True, slots=True)
 class PredictedEnergy:
     """BASE's removal cost, D_u = sum_t w_tu^2 exp(a_u . z_t/|z_t| + b_u), https://arxiv.org/abs/2609.36222, eq. 7.
@@ -128,9 +134,8 @@ class PredictedEnergy:
     needs_energy: ClassVar[bool] = False
 
     def __call__(self, batch: RouterBatch, stats: LayerStats) -> Tensor:
-        z = unit(batch.hidden)  # [T, d]
-        log_energy = z @ stats["predictor_weight"].float().T + stats["predictor_bias"].float()  # [T, N]
-        return on_routes(batch, _squared_weights(batch) * log_energy.gather(-1, batch.ids).exp())
+        energy = log_energies(batch, stats).gather(-1, batch.ids).exp()
+        return on_routes(batch, _squared_weights(batch) * energy)
 
 
 @dataclass(frozen=True, slots=True)

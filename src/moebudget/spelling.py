@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 
 from moebudget.fill import Backfill, Drop, Fill, StandIn, Substitute
+from moebudget.gain_fills import ByLayer, EnergyGain, Sketch
 from moebudget.policy import Policy
 
 FILLS: dict[str, Fill] = {
@@ -18,6 +19,9 @@ FILLS: dict[str, Fill] = {
     "drop": Drop(),
     "substitute": Substitute(),
     "stand_in": StandIn(),
+    "energy": EnergyGain(),
+    "by_layer": ByLayer(),
+    "sketch": Sketch(),
 }
 
 

@@ -65,7 +65,8 @@ class Stats:
     nonlinear_features [L, h, d], nonlinear_weight [L, N, d + h], nonlinear_bias [L, N]
     placement_device, placement_cost [L, N]: see `place`
     layer_budget, layer_price [L, N]: the layer's number of experts, and the removal cost above which it fetches one,
-    for 1 to N experts a layer on average, see `layer_budgets`
+    for 1 to N experts a layer on average, see `layer_budgets`; layer_fill [L, N]: exponent of the fill `by_layer`
+    sketch_in [L, N, r, d + 1], sketch_out [L, N, r, d]: maps in the place of lost experts, for the fill `sketch`
     r2_heldout [L, N] (NaN where an expert got fewer than two held-out tokens,
     or no token to fit)
     """

@@ -52,11 +52,15 @@ class Routing:
 
     ids: Tensor  # [T, K] int64
     weights: Tensor  # [T, K] float32
-    shift: Tensor | None = None  # [T, d] float32, added to the experts' output (`StandIn`)
+    shift: Tensor | None = None  # [T, d] float32, added to the experts' output (`StandIn`, `Sketch`)
 
 
 PLACEMENT = frozenset({"placement_device", "placement_cost"})  # tensors that a Placement adds to the statistics
-ALLOCATED = frozenset({"layer_budget", "layer_price"})  # tensors that `moebudget allocate` adds to the statistics
+ALLOCATED = frozenset(
+    {"layer_budget", "layer_price", "layer_fill"}
+)  # tensors that `moebudget allocate` adds to the statistics
+
+SKETCHED = frozenset({"sketch_in", "sketch_out"})  # tensors that `moebudget sketch` adds to the statistics
 
 
 class MissingStatisticError(LookupError):
@@ -69,6 +73,16 @@ def how_to_make(name: str) -> str:
         return (
             "it says on which device an expert lies and what fetching it costs: give a placement, as in "
             "`place(stats, Placement.contiguous(experts, devices=4))`, or --devices 4 to `moebudget eval`"
+        )
+    if name == "layer_fill":
+        return (
+            "it says by what a layer divides its weights: add it with `moebudget allocate MODEL --stats "
+            "stats.safetensors --data TEXT --fill by_layer -o allocated.safetensors` and pass that file"
+        )
+    if name in SKETCHED:
+        return (
+            "it stands in the place of lost experts: add it with `moebudget sketch MODEL --stats stats.safetensors "
+            "--data TEXT -o sketched.safetensors` and pass that file"
         )
     if name in ALLOCATED:
         return (

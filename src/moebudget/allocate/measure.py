@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from moebudget.allocate.solve import interpolate
 from moebudget.evaluate.text import pieces, teacher_forced, window_loss
 from moebudget.integrations.transformers import Run, attach
 from moebudget.policy import Policy
@@ -15,6 +16,8 @@ from moebudget.runtime import FIELDS
 from moebudget.select import Select, demand
 from moebudget.stats import Stats
 from moebudget.types import Active, LayerStats, RouterBatch
+
+GRID = (2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 90, 128)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,17 +71,20 @@ class Trials:
         steps, fetched = (totals[:, FIELDS.index(name)] for name in ("steps", "fetched"))
         return Measured(loss, fetched / steps)
 
-    @torch.no_grad()
     def _losses(self, run: Run) -> Tensor:
         self.count += 1
-        losses = []
-        device = next(self.model.parameters()).device
-        for part in pieces(self.windows, self.batch):
-            ids, targets, steps = teacher_forced(part.to(device), self.prefill, self.batch)
-            with run.decode_steps(steps):
-                logits = self.model(input_ids=ids, use_cache=False).logits
-            losses.append(window_loss(logits, targets, self.prefill))
-        return torch.cat(losses)
+        return torch.cat(list(forced_passes(self.model, run, self.windows, self.batch, self.prefill)))
+
+
+@torch.no_grad()
+def forced_passes(model: nn.Module, run: Run, windows: Tensor, batch: int, prefill: int) -> Iterator[Tensor]:
+    """Decode windows [n, S + 1], `batch` rows a step, in pieces -> each piece's losses [b] in nats a token."""
+    device = next(model.parameters()).device
+    for part in pieces(windows, batch):
+        ids, targets, steps = teacher_forced(part.to(device), prefill, batch)
+        with run.decode_steps(steps):
+            logits = model(input_ids=ids, use_cache=False).logits
+        yield window_loss(logits, targets, prefill)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,3 +103,14 @@ class _Recorder:
         some = batch.live.any(-1)
         self.seen.append(total.masked_fill(~candidate, -torch.inf)[some].flatten(0, -2).cpu())
         return self.select(scores, batch, stats)
+
+
+def loss_curves(trials: Trials, dense: Measured, union: Sequence[int], experts: int) -> Tensor:
+    """Loss above dense with one layer restricted, [L, N]: measured on GRID up to the layer's union, linear between."""
+    curves = []
+    for layer, most in enumerate(union):
+        grid = [m for m in GRID if m < most]
+        vectors = [[m if i == layer else experts for i in range(len(union))] for m in grid]
+        losses = [float((m.loss - dense.loss).mean()) for m in trials.measure(vectors)]
+        curves.append(interpolate({**dict(zip(grid, losses, strict=True)), most: 0.0}, experts))
+    return torch.stack(curves)

@@ -11,16 +11,17 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from moebudget.allocate.measure import Measured, Trials
-from moebudget.allocate.solve import interpolate, rounded, solve, table
+from moebudget.allocate.gains import gradient_curves, with_denominators
+from moebudget.allocate.measure import Trials, loss_curves
+from moebudget.allocate.solve import rounded, solve, table
 from moebudget.policy import Policy
 from moebudget.presets import base, price
 from moebudget.stats import Stats
 
-GRID = (2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 90, 128)
 AVERAGES = (4, 6, 8, 10, 13, 16, 20)
 ROUNDS = 6  # of exchanges an average
 PRICE_STEPS = 8
+GAINS = ("measured", "gradient")
 
 
 def allocate(
@@ -34,6 +35,7 @@ def allocate(
     relative: float = 0.0,
     rounds: int = ROUNDS,
     prices: bool = True,
+    gains: str = "measured",
     quiet: bool = False,
 ) -> Stats:
     """The statistics with `layer_budget` and, with `prices`, `layer_price` [L, N]: what `spread` and `price` read.
@@ -42,8 +44,10 @@ def allocate(
     loss of windows [n, S + 1] is measured in decode mode, `batch` rows a step, with one layer restricted at a time;
     the sum of these curves is minimised for each of `averages`. One-layer losses do not add up, so the solution is
     compared jointly with equal budgets and with the middle of the two, and `rounds` exchanges between layers, each
-    measured jointly, refine the best. Other averages lie linearly between. Raises ValueError for bad averages, too
-    little text or a number of `rounds` below 0.
+    measured jointly, refine the best. Other averages lie linearly between. `gains="gradient"` starts from the
+    gradients of one backward pass instead of the one-layer losses. The fill `by_layer` takes, in each layer, the
+    denominator that loses least there (statistic `layer_fill`). Raises ValueError for bad averages, too little text,
+    a number of `rounds` below 0 or other `gains`.
     """
     experts, layers = stats.facts.experts, len(stats.facts.layers)
     averages = sorted(set(averages))
@@ -53,12 +57,20 @@ def allocate(
         raise ValueError(f"{len(windows)} windows of text for a batch of {batch}: give more text or a smaller batch")
     if rounds < 0:
         raise ValueError(f"rounds={rounds} must be at least 0")
+    if gains not in GAINS:
+        raise ValueError(f"gains={gains!r} is unknown; known: {', '.join(GAINS)}")
+    if gains == "gradient" and fill == "by_layer":
+        raise ValueError("fill='by_layer' chooses by one-layer losses, which gains='gradient' does not measure")
     console = Console(stderr=True, quiet=quiet)
-    trials = Trials(model, base(1, fill, relative), stats, windows, batch=batch)
+    by_layer = fill == "by_layer"
+    trials = Trials(model, base(1, "original" if by_layer else fill, relative), stats, windows, batch=batch)
     (dense,) = trials.measure([[experts] * layers])
     union = [min(experts, math.ceil(u)) for u in dense.fetched.tolist()]
-    curves = loss_curves(trials, dense, union, experts)
-    console.print(f"one-layer losses of {layers} layers: {trials.count} passes over {len(windows)} windows")
+    if by_layer:
+        trials, curves = with_denominators(trials, dense, union, relative)
+    else:
+        curves = gradient_curves(trials, union) if gains == "gradient" else loss_curves(trials, dense, union, experts)
+    console.print(f"gains of {layers} layers: {trials.count} passes over {len(windows)} windows")
     solved, report = dict[int, list[int]](), dict[str, Any]()
     for average in averages:
         if sum(union) <= layers * average:
@@ -79,26 +91,17 @@ def allocate(
         )
     budgets_table = table(solved, union, experts)
     tensors = {"layer_budget": budgets_table}
+    tensors |= {name: t for name, t in trials.stats.tensors.items() if name == "layer_fill"}
     if prices:
         tensors["layer_price"], fetched = price_table(trials, budgets_table, sorted(solved), fill, relative)
         for average, count in fetched.items():
             report[str(average)]["price_fetches"] = round(count, 3)
     info = {
-        "batch": batch, "fill": fill, "relative": relative, "windows": len(windows), "window": windows.shape[1] - 1,
-        "passes": trials.count, "dense_loss": round(dense.mean, 5), "union": union, "averages": report,
+        "batch": batch, "fill": fill, "relative": relative, "gains": gains, "windows": len(windows),
+        "window": windows.shape[1] - 1, "passes": trials.count, "dense_loss": round(dense.mean, 5), "union": union,
+        "averages": report,
     }  # fmt: skip
     return dataclasses.replace(stats, tensors={**stats.tensors, **tensors}, info={**stats.info, "allocation": info})
-
-
-def loss_curves(trials: Trials, dense: Measured, union: Sequence[int], experts: int) -> Tensor:
-    """Loss above dense with one layer restricted, [L, N]: measured on GRID up to the layer's union, linear between."""
-    curves = []
-    for layer, most in enumerate(union):
-        grid = [m for m in GRID if m < most]
-        vectors = [[m if i == layer else experts for i in range(len(union))] for m in grid]
-        losses = [float((m.loss - dense.loss).mean()) for m in trials.measure(vectors)]
-        curves.append(interpolate({**dict(zip(grid, losses, strict=True)), most: 0.0}, experts))
-    return torch.stack(curves)
 
 
 def capped(curves: Tensor, union: Sequence[int]) -> Tensor:

@@ -18,13 +18,14 @@ from moebudget.cli import (
     lm_eval,
     report,
     show,
+    sketch,
     tune,
 )  # fmt: skip
 from moebudget.cli.app import app
 
 __all__ = [
     "allocate", "analyse", "app", "bench", "calibrate", "compare", "diagnose", "evaluate", "lm_eval", "main", "report",
-    "show", "tune",
+    "show", "sketch", "tune",
 ]  # fmt: skip
 
 

@@ -28,9 +28,12 @@ def allocate_command(
     batch: Annotated[int, typer.Option(min=1, help="Rows a decode step, as served.")] = 16,
     windows: Annotated[int, typer.Option(min=1, help="Windows of text to measure on at most.")] = 48,
     length: Annotated[int, typer.Option(min=4, help="Predicted tokens a window.")] = 256,
-    fill: Annotated[str, typer.Option(help="Fill to measure with: half, original, executed, ...")] = "half",
+    fill: Annotated[str, typer.Option(help="Fill to measure with: half, original, by_layer, ...")] = "half",
     rounds: Annotated[int, typer.Option(min=0, help="Exchanges between layers at most, for each average.")] = 6,
     prices: Annotated[bool, typer.Option(help="Find the prices that the policy `price` reads, too.")] = True,
+    gains: Annotated[
+        str, typer.Option(help="Start from one-layer losses (measured) or from one backward pass (gradient).")
+    ] = "measured",
     device: DeviceOption = None,
     dtype: DtypeOption = None,
 ) -> None:
@@ -55,7 +58,7 @@ def allocate_command(
     text = read_windows(data, tokenizer, vocabulary(loaded), length, windows, tokenizer.eos_token_id)
     averages = average or [m for m in AVERAGES if m < known.facts.experts]
     found = allocate(
-        loaded, known, text, averages=averages, batch=batch, fill=fill, rounds=rounds, prices=prices
+        loaded, known, text, averages=averages, batch=batch, fill=fill, rounds=rounds, prices=prices, gains=gains
     )  # fmt: skip
     found.save(output)
     Console(stderr=True).print(f"wrote {output}")

@@ -52,10 +52,10 @@ def calibrate_command(
     from moebudget.calibrate.run import DEFAULT_NEEDS
     from moebudget.integrations.loading import default_device, default_dtype, load_model, vocabulary
     from moebudget.presets import parse_many
-    from moebudget.types import ALLOCATED, PLACEMENT
+    from moebudget.types import ALLOCATED, PLACEMENT, SKETCHED
 
     asked = parse_many(policies or [])
-    wanted = frozenset().union(*(p.needs for p in asked)) - PLACEMENT - ALLOCATED
+    wanted = frozenset().union(*(p.needs for p in asked)) - PLACEMENT - ALLOCATED - SKETCHED
     if policies and not wanted:
         raise ValueError(f"--for {','.join(policies)}: none of these policies needs statistics")
     if not output.parent.is_dir():
@@ -74,4 +74,6 @@ def calibrate_command(
     Console(stderr=True).print(f"wrote {output}")
     if frozenset().union(*(p.needs for p in asked)) & ALLOCATED:
         Console(stderr=True).print(f"for spread and price go on with: moebudget allocate {model} --stats {output} ...")
+    if frozenset().union(*(p.needs for p in asked)) & SKETCHED:
+        Console(stderr=True).print(f"for sketch go on with: moebudget sketch {model} --stats {output} ...")
     sys.stdout.write(json.dumps({"output": str(output), **stats.info}) + "\n")

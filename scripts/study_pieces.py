@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""What single pieces beyond BASE gain at the same number of experts: weights, coverage, sketches of lost experts.
+
+    python scripts/study_spread.py calibrate --folder out
+    python scripts/study_pieces.py sketch denominators gradient measure --folder out
+
+Sketches are fitted on calibration text, denominators and layers' shares chosen on its documents that the fit had not
+seen, as by `study_spread.py`. Rows go to benchmarks/results/quality.jsonl, each with its difference to BASE and to
+BASE with `stand_in` on the same windows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]
+from study_spread import ROUNDS, SOLVED, TOKENS, Study, allocation_windows
+
+from moebudget import provenance
+from moebudget.allocate import allocate, sketch
+from moebudget.calibrate.data import pack
+from moebudget.demo.run import BATCH, MODEL, NAME, WINDOW, calibration_corpus
+from moebudget.evaluate import evaluate_text
+from moebudget.evaluate.report import half_width
+from moebudget.evaluate.windows import load_windows
+from moebudget.fill import Backfill, StandIn
+from moebudget.gain_fills import EnergyGain
+from moebudget.integrations.loading import default_device
+from moebudget.policy import Policy
+from moebudget.presets import parse
+from moebudget.score import PredictedEnergy
+from moebudget.select import Coverage
+from moebudget.stats import Stats, load_stats
+
+BENCH = "pieces2"
+RANKS = (1, 2, 4, 8)
+STAGES = ("sketch", "denominators", "gradient", "measure")
+
+
+def of_rank(stats: Stats, rank: int) -> Stats:
+    """The sketches of the first `rank` singular directions, which are those that a fit of that rank gives."""
+    cut = {name: stats.tensors[name][:, :, :rank].contiguous() for name in ("sketch_in", "sketch_out")}
+    return dataclasses.replace(stats, tensors={**stats.tensors, **cut})
+
+
+def covering(m: int, exponent: float) -> Policy:
+    return Policy(PredictedEnergy(), Coverage(m, exponent), Backfill(), f"coverage:budget={m},exponent={exponent:g}")
+
+
+def energy_and_stand_in(m: int) -> Policy:
+    name = f"base:budget={m},fill=stand_in"
+    return dataclasses.replace(parse(name), fill=StandIn(EnergyGain()), name=f"{name} of energy")
+
+
+def rules(m: int) -> dict[str, tuple[Policy, str, int]]:
+    """Name -> policy, file of its statistics, and rank; BASE and its stand-in come first."""
+    every, sketches = "every", "sketch"
+    return {
+        "BASE": (parse(f"base:budget={m}"), every, 0),
+        "stand-in": (parse(f"base:budget={m},fill=stand_in"), every, 0),
+        **{f"sketch of rank {r}": (parse(f"base:budget={m},fill=sketch"), sketches, r) for r in RANKS},
+        "energy kept": (parse(f"base:budget={m},fill=energy"), every, 0),
+        "energy kept, stand-in": (energy_and_stand_in(m), every, 0),
+        **{f"coverage, exponent {q:g}": (covering(m, q), every, 0) for q in (1.5, 2.0, 3.0)},
+        "denominator by layer": (parse(f"base:budget={m},fill=by_layer"), "by_layer", 0),
+    }
+
+
+def sketch_cost(model: torch.nn.Module, stats: Stats, lost: float) -> float:
+    """What the sketches of `lost` experts hold, in experts of this model."""
+    rank, d = stats.tensors["sketch_in"].shape[2], stats.facts.hidden
+    return lost * rank * (2 * d + 1) / (3 * d * model.config.moe_intermediate_size)
+
+
+def measure(study: Study, m: int, windows: Tensor) -> None:
+    seen = dict[str, Tensor]()
+    (dense,) = evaluate_text(study.model, [parse("dense")], None, windows, batch=BATCH, quiet=True)
+    for name, (policy, file, rank) in rules(m).items():
+        if study.a.rules and name not in ("BASE", "stand-in", *study.a.rules):
+            continue
+        stats = load_stats(study.a.folder / f"{file}.safetensors")
+        stats = of_rank(stats, rank) if rank else stats
+        (found,) = evaluate_text(study.model, [policy], stats, windows, batch=BATCH, quiet=True)
+        seen[name] = found.nll
+        row: dict[str, Any] = {
+            "bench": BENCH, "model": study.a.name, "B": BATCH, "method": name, "policy": policy.name, "target": m,
+            "fetched": round(found.counters.fetched, 4), "native_union": round(found.counters.native_union, 4),
+            "nll": round(float(found.nll.mean()), 5), "dense_nll": round(float(dense.nll.mean()), 5),
+            "nll_delta_ci95": round(half_width(found.nll - dense.nll), 5), "tokens": found.tokens,
+            "agreement": round(100 * float(found.agreement.mean()), 3),
+            "agreement_ci95": round(100 * half_width(found.agreement), 3),
+        }  # fmt: skip
+        for key, other in (("base", "BASE"), ("stand_in", "stand-in")):
+            if other in seen:
+                gap = found.nll - seen[other]
+                row |= {f"over_{key}": round(float(gap.mean()), 5), f"over_{key}_ci95": round(half_width(gap), 5)}
+        if rank:
+            lost = found.counters.native_union - found.counters.fetched
+            row["sketches_in_experts"] = round(sketch_cost(study.model, stats, lost), 4)
+        provenance.append_rows(study.a.results, [{**row, **study.stamp}])
+        study.say(f"{name} at {m}: +{found.nll.mean() - dense.nll.mean():.4f}")
+
+
+def main() -> None:
+    ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    ap.add_argument("stages", nargs="+", choices=STAGES)
+    ap.add_argument("--folder", type=Path, required=True, help="of the statistics")
+    ap.add_argument("--model", type=Path, default=MODEL)
+    ap.add_argument("--name", default=NAME, help="of the model, in the rows")
+    ap.add_argument("--text", type=Path, help="folder of valid-DOMAIN.txt.xz to measure on")
+    ap.add_argument("--targets", type=int, nargs="+", default=(10, 16), help="experts a layer to measure at")
+    ap.add_argument("--rules", nargs="+", help="by name; default: all. BASE and its stand-in come first in any case")
+    ap.add_argument("--windows", type=int, default=96, help="of 256 tokens to measure on")
+    ap.add_argument("--search", type=int, default=32, help="of 256 tokens to choose denominators and shares on")
+    ap.add_argument("--fit", type=int, default=256, help="of 256 tokens to fit sketches on")
+    ap.add_argument("--device", default=default_device())
+    ap.add_argument("--dtype", default="float32")
+    ap.add_argument("--commit", help="commit of a tree without its history")
+    ap.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/quality.jsonl")
+    a = ap.parse_args()
+    study = Study(a)
+    for stage in a.stages:
+        if stage == "measure":
+            for m in a.targets:
+                measure(study, m, study.windows(a.windows))
+            continue
+        known = load_stats(a.folder / "every.safetensors")
+        if stage == "sketch":
+            corpus = calibration_corpus(study.tokenizer, study.entries, TOKENS)
+            packed = pack([corpus.fit.ids[corpus.fit.mask].tolist()], WINDOW + 1, None)
+            sketch(study.model, known, load_windows(packed.ids, packed.mask, a.fit), rank=max(RANKS)).save(
+                a.folder / "sketch.safetensors"
+            )
+            continue
+        windows = allocation_windows(study.tokenizer, study.entries, a.search)
+        if stage == "denominators":
+            settings: dict[str, Any] = {"averages": (10, 16), "rounds": 0, "fill": "by_layer"}
+        else:
+            settings = {"averages": SOLVED, "rounds": ROUNDS, "gains": "gradient"}
+        found = allocate(study.model, known, windows, batch=BATCH, prices=False, **settings)
+        found.save(a.folder / ("by_layer.safetensors" if stage == "denominators" else "gradient.safetensors"))
+        study.say(f"{stage}: {found.info['allocation']}")
+
+
+if __name__ == "__main__":
+    main()

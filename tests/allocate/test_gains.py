@@ -1,0 +1,120 @@
+"""Gradients of layers and denominators by layer, against finite differences and their definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moebudget.allocate import allocate
+from moebudget.allocate.gains import choose_denominators, gradient_curves, layer_gradients
+from moebudget.allocate.measure import Trials
+from moebudget.evaluate import evaluate_text
+from moebudget.integrations.families import moe_layers
+from moebudget.presets import base, parse
+from moebudget.stats import layer_budgets
+from tests.calibrate.fitted import built, usual_stats
+from tests.integrations import tiny
+
+NAME = "qwen3_moe"
+WINDOWS = tiny.prompts(6, 14, seed=5)
+BATCH = 3
+N = tiny.EXPERTS
+
+
+@contextmanager
+def moved(model: Any, layer: int, token: int, by: Tensor) -> Iterator[None]:
+    """One token's routed output of one layer, moved."""
+
+    def move(_m: nn.Module, _a: Any, out: Tensor) -> Tensor:
+        return out.index_add(0, torch.tensor([token]), by[None])
+
+    handle = moe_layers(model)[layer].experts.register_forward_hook(move)
+    yield
+    handle.remove()
+
+
+@torch.no_grad()
+def summed_loss(model: Any, windows: Tensor) -> float:
+    logits = model(input_ids=windows[:, :-1], use_cache=False).logits[:, 1:].double()
+    return float(nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 2:].flatten(), reduction="sum"))
+
+
+def test_gradient_of_a_layer_differs_from_finite_differences() -> None:
+    model, windows, step = built(NAME), WINDOWS[:2, :4], 1e-2
+    d, found = model.config.hidden_size, layer_gradients(built(NAME), WINDOWS[:2, :4], batch=2)
+    wanted = torch.zeros(2, dtype=torch.float64)
+    for layer in range(2):
+        for token in (1, 2, 4, 5):  # of two windows of three; the first of each is prefill
+            for i in range(d):
+                by = torch.zeros(d).index_fill(0, torch.tensor(i), step)
+                with moved(model, layer, token, by):
+                    above = summed_loss(model, windows)
+                with moved(model, layer, token, -by):
+                    below = summed_loss(model, windows)
+                wanted[layer] += ((above - below) / (2 * step)) ** 2 / 4
+    torch.testing.assert_close(found, wanted, rtol=0.02, atol=0)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_gradient_curve_is_not_the_gain_times_the_cost_left_out() -> None:
+    trials = Trials(built(NAME), base(1, "half"), usual_stats(NAME), WINDOWS, batch=BATCH)
+    curves = gradient_curves(trials, [7, N])
+    gains = layer_gradients(built(NAME), WINDOWS, batch=BATCH)
+    for layer, costs in enumerate(trials.costs([N, N])):
+        for m in (1, 4):
+            left = [sum(sorted((c for c in step if c > 0), reverse=True)[m:]) for step in costs.tolist()]
+            wanted = float(gains[layer]) * sum(left) / len(left) / BATCH
+            assert float(curves[layer, m - 1]) == pytest.approx(wanted, rel=1e-6)
+    assert float(curves[0, 6:].abs().max()) == 0 < float(curves[0, 5])
+    assert bool((curves.diff(dim=-1) <= 0).all())
+
+
+def test_gradients_are_ignored_or_measured_with_one_layer_restricted() -> None:
+    settings = {"averages": (3,), "batch": BATCH, "rounds": 0, "prices": False, "quiet": True}
+    usual = allocate(built(NAME), usual_stats(NAME), WINDOWS, **settings)  # type: ignore[arg-type]
+    found = allocate(built(NAME), usual_stats(NAME), WINDOWS, gains="gradient", **settings)  # type: ignore[arg-type]
+    assert found.info["allocation"]["passes"] < 10 < usual.info["allocation"]["passes"]
+    assert sum(layer_budgets(found, 3)) == 6
+    assert found.info["allocation"]["gains"] == "gradient"
+
+
+def test_denominator_that_loses_more_is_chosen() -> None:
+    curves = {
+        "original": torch.tensor([[0.5, 0.2, 0.1, 0.0], [0.5, 0.3, 0.2, 0.0]]),
+        "half": torch.tensor([[0.4, 0.2, 0.2, 0.0], [0.6, 0.2, 0.1, 0.0]]),
+        "executed": torch.tensor([[0.6, 0.1, 0.3, 0.0], [0.1, 0.4, 0.0, 0.0]]),
+    }
+    exponents, losses = choose_denominators(curves, [4, 3])
+    assert exponents.tolist() == [[0.5, 1.0, 0.0, 0.0], [1.0, 0.5, 0.0, 0.0]]
+    assert losses[0].tolist() == pytest.approx([0.4, 0.1, 0.1, 0.0])
+
+
+def test_denominators_by_layer_are_not_stored_or_not_what_is_run() -> None:
+    stats = allocate(
+        built(NAME), usual_stats(NAME), WINDOWS, averages=(3,), batch=BATCH, rounds=0, fill="by_layer", quiet=True
+    )
+    assert stats.tensors["layer_fill"].shape == (2, N)
+    assert set(stats.tensors["layer_fill"].flatten().tolist()) <= {0.0, 0.5, 1.0}
+    (result,) = evaluate_text(
+        built(NAME), [parse("spread:budget=3,fill=by_layer")], stats, WINDOWS, batch=BATCH, quiet=True
+    )
+    report = stats.info["allocation"]
+    above = float(result.nll.mean()) - report["dense_loss"]
+    assert above == pytest.approx(report["averages"]["3"]["loss_above_dense"], abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"gains": "guessed"}, "gains='guessed' is unknown; known: measured, gradient"),
+        ({"gains": "gradient", "fill": "by_layer"}, "fill='by_layer' chooses by one-layer losses"),
+    ],
+)
+def test_impossible_gains_are_measured(settings: dict[str, str], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        allocate(built(NAME), usual_stats(NAME), WINDOWS, averages=(2,), batch=BATCH, **settings)  # type: ignore[arg-type]
