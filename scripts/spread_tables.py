@@ -151,12 +151,12 @@ def domains_table(rows: list[Row]) -> str:
 def mixed_table(rows: list[Row]) -> str:
     """Budgets of an allocation on text and tasks: loss on the text, accuracy on the tasks."""
     cells = [
-        [r["method"], f"`{r['policy']}`", counted(r) if r["target"] else "0", f"{r['task_fetched']:.1f}",
-         pm(r["task_avg"], r["task_ci95"], 1)]
+        [r["method"], f"`{r['policy']}`", r["allocated_on"] if r["target"] else "",
+         counted(r) if r["target"] else "0", f"{r['task_fetched']:.1f}", pm(r["task_avg"], r["task_ci95"], 1)]
         for r in rows
     ]  # fmt: skip
-    heads = ["rule", "policy", "loss above dense", "experts on tasks", "tasks, %"]
-    return "\n\n".join([table(heads, cells, left=2), source(rows[0])])
+    heads = ["rule", "policy", "allocated on", "loss above dense", "experts on tasks", "tasks, %"]
+    return "\n\n".join([table(heads, cells, left=3), source(rows[0])])
 
 
 def hold_table(rows: list[Row]) -> str:

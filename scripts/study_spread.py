@@ -52,6 +52,7 @@ ROUNDS = 3  # of exchanges
 SIZES = (8, 32, 4, 64, 1)
 ALONE = 5  # experts a layer at batch 1, where 8 is all
 TOKENS = 300_000  # of calibration text, as in compare_methods.py
+MIXED = (("text and tasks", True, 1), ("text, 4 at least", False, 4), ("text and tasks, 4 at least", True, 4))
 TASK_BYTES = 200_000  # of generated task documents, of which as many windows are taken as of a domain of the text
 STAGES = ("calibrate", "allocate", "measure", "tasks", "sizes", "domains", "mixed")
 
@@ -152,7 +153,7 @@ class Study:
         return heldout_windows(self.tokenizer, self.entries, limit, files=files)
 
     def allocate(
-        self, averages: tuple[int, ...], batch: int = BATCH, domain: str = "", *, tasks: bool = False
+        self, averages: tuple[int, ...], batch: int = BATCH, domain: str = "", *, tasks: bool = False, least: int = 1
     ) -> Stats:
         """`tasks`: a third of the windows are of task documents, about what the models were trained on."""
         windows = allocation_windows(self.tokenizer, self.entries, max(self.a.search, batch), domain)
@@ -160,7 +161,7 @@ class Study:
             share = max(batch, len(windows) // 3 // batch * batch)  # batches of one kind, as text and tasks are served
             windows = torch.cat([windows[: len(windows) - share], task_windows(self.tokenizer, share)])
         known = load_stats(self.a.folder / "every.safetensors")
-        found = allocate(self.model, known, windows, averages=averages, rounds=ROUNDS, batch=batch)
+        found = allocate(self.model, known, windows, averages=averages, rounds=ROUNDS, batch=batch, least=least)
         self.say(f"allocated at batch {batch} on {len(windows)} windows of {domain or 'all domains'}")
         return found
 
@@ -240,8 +241,9 @@ def main() -> None:
                 own = study.allocate((m,), batch)
                 study.measure("spread_sizes", allocated(m), m, own, windows, batch, allocated_at=batch)
         elif stage == "mixed":
-            own, windows, extra = study.allocate((10,), tasks=True), study.windows(a.windows), "text and tasks"
-            study.measure("spread_mixed", allocated(10), 10, own, windows, items=a.items, allocated_on=extra)
+            for where, tasks, least in MIXED:
+                own, windows = study.allocate((10,), tasks=tasks, least=least), study.windows(a.windows)
+                study.measure("spread_mixed", allocated(10), 10, own, windows, items=a.items, allocated_on=where)
         else:
             allocations = {"all domains": load_stats(mixed)}
             allocations |= {d: study.allocate((10,), domain=d) for d in ("prose", "code")}

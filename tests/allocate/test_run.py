@@ -125,6 +125,8 @@ def test_average_changed_while_running_reads_the_old_budgets() -> None:
         ({"averages": (13,)}, r"averages=\[13\] must lie between"),
         ({"batch": 7}, "6 windows of text for a batch of 7: give more text or a smaller batch"),
         ({"rounds": -1}, "rounds=-1 must be at least 0"),
+        ({"averages": (3, 5), "least": 4}, "least=4 experts a layer must lie between 1 and the smallest average, 3"),
+        ({"least": 0}, "least=0 experts a layer must lie between 1"),
     ],
 )
 def test_impossible_setting_is_measured(settings: dict[str, object], says: str) -> None:

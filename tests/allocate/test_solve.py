@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from moebudget.allocate.run import middle, refine
+from moebudget.allocate.run import capped, middle, refine
 from moebudget.allocate.solve import interpolate, rounded, solve, table
 
 
@@ -112,3 +112,17 @@ def test_worse_start_or_no_rounds_change_the_best_start() -> None:
     budgets, found = refine(losses, [[10, 10], [15, 5], [2, 18]], [64, 64], rounds=0)
     assert budgets == [15, 5]
     assert found == [*losses([[10, 10], [15, 5], [2, 18]]), losses([[15, 5]])[0]]
+
+
+def test_layer_falls_below_the_least_or_is_held_above_its_union() -> None:
+    curves = torch.stack([torch.linspace(9, 0, 10), torch.linspace(0.9, 0, 10), torch.zeros(10)]).double()
+    union = [10, 10, 2]
+    assert solve(capped(curves, union), 14) == [10, 3, 1]
+    assert solve(capped(curves, union, 4), 14) == [8, 4, 2]
+
+    def losses(vectors: list[list[int]]) -> list[float]:
+        return [float(sum(curves[i, m - 1] for i, m in enumerate(v))) for v in vectors]
+
+    budgets, _ = refine(losses, [[6, 6, 2]], union, rounds=20, least=4)
+    assert budgets[:2] == [8, 4]
+    assert refine(losses, [[6, 6, 2]], union, rounds=20)[0][1] < 4

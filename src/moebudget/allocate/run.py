@@ -36,6 +36,7 @@ def allocate(
     rounds: int = ROUNDS,
     prices: bool = True,
     gains: str = "measured",
+    least: int = 1,
     quiet: bool = False,
 ) -> Stats:
     """The statistics with `layer_budget` and, with `prices`, `layer_price` [L, N]: what `spread` and `price` read.
@@ -46,13 +47,14 @@ def allocate(
     compared jointly with equal budgets and with the middle of the two, and `rounds` exchanges between layers, each
     measured jointly, refine the best. Other averages lie linearly between. `gains="gradient"` starts from the
     gradients of one backward pass instead of the one-layer losses. The fill `by_layer` takes, in each layer, the
-    denominator that loses least there (statistic `layer_fill`). Raises ValueError for bad averages, too little text,
-    a number of `rounds` below 0 or other `gains`.
+    denominator that loses least there (statistic `layer_fill`). At these averages no layer gets fewer than `least`
+    experts.
+
+    Raises ValueError for bad averages, too little text, a number of `rounds` below 0, `least` above an average, or
+    other `gains`.
     """
     experts, layers = stats.facts.experts, len(stats.facts.layers)
-    averages = sorted(set(averages))
-    if not averages or averages[0] < 1 or averages[-1] > experts:
-        raise ValueError(f"averages={averages} must lie between 1 and the model's {experts} experts")
+    averages = checked(averages, experts, least)
     if len(windows) < batch:
         raise ValueError(f"{len(windows)} windows of text for a batch of {batch}: give more text or a smaller batch")
     if rounds < 0:
@@ -75,9 +77,9 @@ def allocate(
     for average in averages:
         if sum(union) <= layers * average:
             break
-        first = solve(capped(curves, union), layers * average)
+        first = solve(capped(curves, union, least), layers * average)
         starts = [first, [average] * layers, middle(first, average)]
-        budgets, losses = refine(lambda v: [m.mean for m in trials.measure(v)], starts, union, rounds)
+        budgets, losses = refine(lambda v: [m.mean for m in trials.measure(v)], starts, union, rounds, least)
         solved[average] = budgets
         report[str(average)] = {
             "budgets": budgets,
@@ -97,17 +99,27 @@ def allocate(
         for average, count in fetched.items():
             report[str(average)]["price_fetches"] = round(count, 3)
     info = {
-        "batch": batch, "fill": fill, "relative": relative, "gains": gains, "windows": len(windows),
+        "batch": batch, "fill": fill, "relative": relative, "gains": gains, "least": least, "windows": len(windows),
         "window": windows.shape[1] - 1, "passes": trials.count, "dense_loss": round(dense.mean, 5), "union": union,
         "averages": report,
     }  # fmt: skip
     return dataclasses.replace(stats, tensors={**stats.tensors, **tensors}, info={**stats.info, "allocation": info})
 
 
-def capped(curves: Tensor, union: Sequence[int]) -> Tensor:
-    """The curves [L, N] without budgets above the layer's union, which buy nothing."""
-    above = torch.arange(1, curves.shape[1] + 1) > torch.tensor(union)[:, None]
-    return curves.masked_fill(above, torch.inf)
+def checked(averages: Sequence[int], experts: int, least: int = 1) -> list[int]:
+    """The averages in order; ValueError if there is none, or one is not possible with `least` experts a layer."""
+    averages = sorted(set(averages))
+    if not averages or averages[0] < 1 or averages[-1] > experts:
+        raise ValueError(f"averages={averages} must lie between 1 and the model's {experts} experts")
+    if not 1 <= least <= averages[0]:
+        raise ValueError(f"least={least} experts a layer must lie between 1 and the smallest average, {averages[0]}")
+    return averages
+
+
+def capped(curves: Tensor, union: Sequence[int], least: int = 1) -> Tensor:
+    """The curves [L, N] without budgets above the layer's union, which buy nothing, and those below `least`."""
+    budgets, most = torch.arange(1, curves.shape[1] + 1), torch.tensor(union)[:, None]
+    return curves.masked_fill((budgets > most) | (budgets < most.clamp_max(least)), torch.inf)
 
 
 def middle(budgets: Sequence[int], average: int) -> list[int]:
@@ -116,7 +128,11 @@ def middle(budgets: Sequence[int], average: int) -> list[int]:
 
 
 def refine(
-    losses: Callable[[list[list[int]]], list[float]], starts: list[list[int]], most: Sequence[int], rounds: int
+    losses: Callable[[list[list[int]]], list[float]],
+    starts: list[list[int]],
+    most: Sequence[int],
+    rounds: int,
+    least: int = 1,
 ) -> tuple[list[int], list[float]]:
     """Exchanges between layers from the best of `starts` -> budgets, and the losses of the starts and the last one.
 
@@ -128,7 +144,7 @@ def refine(
     budgets, best = starts[min(range(len(starts)), key=found.__getitem__)], min(found)
     step = max(1, sum(budgets) // len(budgets) // 4)
     for _ in range(rounds):
-        moves = exchanges(losses, budgets, best, step, most)
+        moves = exchanges(losses, budgets, best, step, most, least)
         tried = losses(moves) if moves else []
         if tried and min(tried) < best:
             best = min(tried)
@@ -141,7 +157,12 @@ def refine(
 
 
 def exchanges(
-    losses: Callable[[list[list[int]]], list[float]], budgets: list[int], now: float, step: int, most: Sequence[int]
+    losses: Callable[[list[list[int]]], list[float]],
+    budgets: list[int],
+    now: float,
+    step: int,
+    most: Sequence[int],
+    least: int = 1,
 ) -> list[list[int]]:
     """Budgets after the promising exchanges of `step` experts: all disjoint pairs at once, and the best pair alone."""
     layers = range(len(budgets))
@@ -152,7 +173,7 @@ def exchanges(
             out[layer] += change
         return out
 
-    givers = [i for i in layers if budgets[i] - step >= 1]
+    givers = [i for i in layers if budgets[i] - step >= least]
     takers = [i for i in layers if budgets[i] + step <= most[i]]
     found = losses([*(moved((i, -step)) for i in givers), *(moved((i, step)) for i in takers)])
     lose = sorted(zip((x - now for x in found[: len(givers)]), givers, strict=True))

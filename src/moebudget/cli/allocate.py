@@ -30,6 +30,7 @@ def allocate_command(
     length: Annotated[int, typer.Option(min=4, help="Predicted tokens a window.")] = 256,
     fill: Annotated[str, typer.Option(help="Fill to measure with: half, original, by_layer, ...")] = "half",
     rounds: Annotated[int, typer.Option(min=0, help="Exchanges between layers at most, for each average.")] = 6,
+    least: Annotated[int, typer.Option(min=1, help="Fewest experts of any layer, at most the smallest average.")] = 1,
     prices: Annotated[bool, typer.Option(help="Find the prices that the policy `price` reads, too.")] = True,
     gains: Annotated[
         str, typer.Option(help="Start from one-layer losses (measured) or from one backward pass (gradient).")
@@ -42,7 +43,7 @@ def allocate_command(
     Policies spread and price read them; so does `attach(budgets=layer_budgets(stats, 10))` with any budgeted policy.
     """
     from moebudget.allocate import allocate
-    from moebudget.allocate.run import AVERAGES
+    from moebudget.allocate.run import AVERAGES, checked
     from moebudget.evaluate.windows import read_windows
     from moebudget.integrations.loading import default_device, default_dtype, load_model, vocabulary
     from moebudget.presets import spread
@@ -50,15 +51,18 @@ def allocate_command(
 
     spread(1, fill)
     known = load_stats(stats)
+    averages = checked(
+        average or [m for m in AVERAGES if least <= m < known.facts.experts], known.facts.experts, least
+    )  # fmt: skip
     if not output.parent.is_dir():
         raise FileNotFoundError(f"the folder {output.parent} for {output.name} does not exist; make it first")
     device = default_device() if device is None else device
     dtype = default_dtype(device) if dtype is None else dtype
     loaded, tokenizer = load_model(model, device=device, dtype=dtype, stats=known)
     text = read_windows(data, tokenizer, vocabulary(loaded), length, windows, tokenizer.eos_token_id)
-    averages = average or [m for m in AVERAGES if m < known.facts.experts]
     found = allocate(
-        loaded, known, text, averages=averages, batch=batch, fill=fill, rounds=rounds, prices=prices, gains=gains
+        loaded, known, text, averages=averages, batch=batch, fill=fill, rounds=rounds, prices=prices, gains=gains,
+        least=least,
     )  # fmt: skip
     found.save(output)
     Console(stderr=True).print(f"wrote {output}")
