@@ -139,7 +139,7 @@ def before_leveling(name: str, given: Mapping[str, str], problem: Problem) -> tu
     """The set, the fill, and the routed experts from the largest demand down."""
     rows, stats, m = problem.reference, problem.plain_stats, problem.budget
     if name == "worth":
-        return worth(given, problem), given.get("fill", "half")
+        return worth(given, problem), given.get("fill", "half"), []
     cost = reference.relative(rows, cost_of("base", problem), float(given.get("relative", 0)))
     total = reference.demand(rows, problem.spec.num_experts, cost)
     order = reference.first_first(rows, total, given.get("floor") == "yes")
@@ -513,7 +513,7 @@ def test_reads_other_statistics_than_it_needs(text: str) -> None:
     for name in policy.needs:
         short = LayerStats({key: tensor for key, tensor in problem.stats.items() if key != name})
         for use in (lambda short=short: policy(problem.batch, short), lambda short=short: LayerRouter(policy, short)):
-            ways = {"placement": "Placement.contiguous", "layer": "moebudget allocate"}
+            ways = {"placement": "Placement.contiguous", "layer": "moebudget allocate", "sketch": "moebudget sketch"}
             made_by = ways.get(name.partition("_")[0], "moebudget calibrate")
             with pytest.raises(MissingStatisticError, match=f"{name!r}.*{made_by}"):
                 use()

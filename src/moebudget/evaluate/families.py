@@ -21,6 +21,7 @@ FREE: dict[str, tuple[tuple[str, float, float | str], ...]] = {
     "xshare_ep": (("m_device", 0, "N"),),
     "caee": (("theta", 0.02, 8.0),),
     "caee_offload": (("theta", 0.02, 1.0),),
+    "worth": (("least", 0.02, 8.0),),
     "skip": (("scale", 0.1, 6.0),),
     "des_vote": (("beta", 0.12, 0.5),),
     "dmoe": (("share", 0.05, 0.99),),
