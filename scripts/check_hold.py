@@ -57,12 +57,12 @@ def main() -> None:
     ap.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/analysis.jsonl")
     a = ap.parse_args()
     model, tokenizer = load_model(str(MODEL), device="cpu", dtype="float32")
-    stats = load_stats(a.stats)
+    stats, stamp = load_stats(a.stats), provenance.stamp("cpu")
     for batch in a.batch:
         windows = heldout_windows(tokenizer, vocabulary(model), batch, files=embedded_text("heldout"))[:batch]
         for text in POLICIES:
             found = decode(model, text, stats, windows)
-            row = {"bench": "hold", "model": NAME, "policy": text, "B": batch, **found, **provenance.stamp("cpu")}
+            row = {"bench": "hold", "model": NAME, "policy": text, "B": batch, **found, **stamp}
             provenance.append_rows(a.results, [row])
             print(batch, text, [round(f, 2) for f in found["fetched_by_quarter"]], round(found["nll"], 4), flush=True)
 

@@ -179,16 +179,10 @@ def singles_table(rows: list[Row]) -> str:
     for rule in dict.fromkeys(method for method, _ in by):
         cells.append([rule])
         for m in targets:
-            r = by.get((rule, m))
-            gaps = (
-                []
-                if r is None
-                else [
-                    f"{r[f'over_{k}']:+.3f} ± {r[f'over_{k}_ci95']:.3f}" if f"over_{k}" in r else ""
-                    for k in ("base", "stand_in")
-                ]
-            )
-            cells[-1] += ["", "", ""] if r is None else [f"{above(r):.3f}", *gaps]
+            r = by.get((rule, m), {})
+            cells[-1].append(f"{above(r):.3f}" if r else "")
+            for k in ("over_base", "over_stand_in"):
+                cells[-1].append(f"{r[k]:+.3f} ± {r[f'{k}_ci95']:.3f}" if k in r else "")
         held = [
             f"{by[rule, m]['sketches_in_experts']:.1f}"
             for m in targets

@@ -11,7 +11,6 @@ BASE with `stand_in` on the same windows.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from pathlib import Path
@@ -22,18 +21,17 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]
-from study_spread import ROUNDS, SOLVED, TOKENS, Study, allocation_windows
+from study_spread import ROUNDS, SOLVED, TOKENS, Study, allocation_windows, arguments
 
 from moebudget import provenance
 from moebudget.allocate import allocate, sketch
 from moebudget.calibrate.data import pack
-from moebudget.demo.run import BATCH, MODEL, NAME, WINDOW, calibration_corpus
+from moebudget.demo.run import BATCH, WINDOW, calibration_corpus
 from moebudget.evaluate import evaluate_text
 from moebudget.evaluate.report import half_width
 from moebudget.evaluate.windows import load_windows
 from moebudget.fill import Backfill, StandIn
 from moebudget.gain_fills import EnergyGain
-from moebudget.integrations.loading import default_device
 from moebudget.policy import Policy
 from moebudget.presets import parse
 from moebudget.score import PredictedEnergy
@@ -110,21 +108,11 @@ def measure(study: Study, m: int, windows: Tensor) -> None:
 
 
 def main() -> None:
-    ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    ap.add_argument("stages", nargs="+", choices=STAGES)
-    ap.add_argument("--folder", type=Path, required=True, help="of the statistics")
-    ap.add_argument("--model", type=Path, default=MODEL)
-    ap.add_argument("--name", default=NAME, help="of the model, in the rows")
-    ap.add_argument("--text", type=Path, help="folder of valid-DOMAIN.txt.xz to measure on")
+    ap = arguments(__doc__, STAGES)
     ap.add_argument("--targets", type=int, nargs="+", default=(10, 16), help="experts a layer to measure at")
     ap.add_argument("--rules", nargs="+", help="by name; default: all. BASE and its stand-in come first in any case")
-    ap.add_argument("--windows", type=int, default=96, help="of 256 tokens to measure on")
     ap.add_argument("--search", type=int, default=32, help="of 256 tokens to choose denominators and shares on")
     ap.add_argument("--fit", type=int, default=256, help="of 256 tokens to fit sketches on")
-    ap.add_argument("--device", default=default_device())
-    ap.add_argument("--dtype", default="float32")
-    ap.add_argument("--commit", help="commit of a tree without its history")
-    ap.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/quality.jsonl")
     a = ap.parse_args()
     study = Study(a)
     for stage in a.stages:

@@ -194,23 +194,29 @@ class Study:
         self.say(f"{bench}: {len(rows)} rules at {target}, batch {batch} {extra or ''}")
 
 
-def main() -> None:
-    ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    ap.add_argument("stages", nargs="+", choices=STAGES)
+def arguments(doc: str, stages: tuple[str, ...]) -> argparse.ArgumentParser:
+    """What every study of one model asks for; `Study` reads it."""
+    ap = argparse.ArgumentParser(description=doc.splitlines()[0])
+    ap.add_argument("stages", nargs="+", choices=stages)
     ap.add_argument("--folder", type=Path, required=True, help="of the statistics")
     ap.add_argument("--model", type=Path, default=MODEL)
     ap.add_argument("--name", default=NAME, help="of the model, in the rows")
     ap.add_argument("--text", type=Path, help="folder of valid-DOMAIN.txt.xz to measure on")
-    ap.add_argument("--solve", type=int, nargs="+", default=SOLVED, help="averages that are solved for")
-    ap.add_argument("--targets", type=int, nargs="+", default=TARGETS, help="averages to measure")
-    ap.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="other batch sizes to measure")
     ap.add_argument("--windows", type=int, default=96, help="of 256 tokens to measure on")
-    ap.add_argument("--search", type=int, default=32, help="of 256 tokens to allocate on")
-    ap.add_argument("--items", type=int, default=60, help="of each task")
     ap.add_argument("--device", default=default_device())
     ap.add_argument("--dtype", default="float32")
     ap.add_argument("--commit", help="commit of a tree without its history")
     ap.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/quality.jsonl")
+    return ap
+
+
+def main() -> None:
+    ap = arguments(__doc__, STAGES)
+    ap.add_argument("--solve", type=int, nargs="+", default=SOLVED, help="averages that are solved for")
+    ap.add_argument("--targets", type=int, nargs="+", default=TARGETS, help="averages to measure")
+    ap.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="other batch sizes to measure")
+    ap.add_argument("--search", type=int, default=32, help="of 256 tokens to allocate on")
+    ap.add_argument("--items", type=int, default=60, help="of each task")
     a = ap.parse_args()
     study = Study(a)
     mixed = a.folder / "spread.safetensors"

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from moebudget.cli.app import DeviceOption, DtypeOption, ModelArgument, app
+from moebudget.cli.inputs import load_with_windows, require_folder
 
 
 @app.command("allocate")
@@ -44,8 +45,6 @@ def allocate_command(
     """
     from moebudget.allocate import allocate
     from moebudget.allocate.run import AVERAGES, checked
-    from moebudget.evaluate.windows import read_windows
-    from moebudget.integrations.loading import default_device, default_dtype, load_model, vocabulary
     from moebudget.presets import spread
     from moebudget.stats import load_stats
 
@@ -54,12 +53,8 @@ def allocate_command(
     averages = checked(
         average or [m for m in AVERAGES if least <= m < known.facts.experts], known.facts.experts, least
     )  # fmt: skip
-    if not output.parent.is_dir():
-        raise FileNotFoundError(f"the folder {output.parent} for {output.name} does not exist; make it first")
-    device = default_device() if device is None else device
-    dtype = default_dtype(device) if dtype is None else dtype
-    loaded, tokenizer = load_model(model, device=device, dtype=dtype, stats=known)
-    text = read_windows(data, tokenizer, vocabulary(loaded), length, windows, tokenizer.eos_token_id)
+    require_folder(output)
+    loaded, _, text, _ = load_with_windows(model, known, data, length, windows, device, dtype)
     found = allocate(
         loaded, known, text, averages=averages, batch=batch, fill=fill, rounds=rounds, prices=prices, gains=gains,
         least=least,

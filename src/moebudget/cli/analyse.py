@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from moebudget.cli.app import DeviceOption, DtypeOption, ModelArgument, app
+from moebudget.cli.inputs import load_with_windows
 
 
 @app.command("analyse")
@@ -38,8 +39,6 @@ def analyse_command(
     from moebudget.analyse import STUDIES, Setting, can_run, require_study, run_study
     from moebudget.analyse.show import plot_studies, tables
     from moebudget.demo.tasks import load_items
-    from moebudget.evaluate.windows import read_windows
-    from moebudget.integrations.loading import default_device, default_dtype, load_model, vocabulary
     from moebudget.integrations.transformers import facts_of
     from moebudget.stats import Stats, load_stats
 
@@ -49,10 +48,7 @@ def analyse_command(
     for name in study or []:
         require_study(name, have, bool(items))
     chosen = study or [name for name in STUDIES if can_run(name, have, bool(items))]
-    device = default_device() if device is None else device
-    dtype = default_dtype(device) if dtype is None else dtype
-    loaded, tokenizer = load_model(model, device=device, dtype=dtype, stats=known)
-    text = read_windows(data, tokenizer, vocabulary(loaded), length, windows, tokenizer.eos_token_id)
+    loaded, tokenizer, text, device = load_with_windows(model, known, data, length, windows, device, dtype)
     known = Stats(facts_of(loaded), {}) if known is None else known
     setting = Setting(loaded, model, known, text, items, tokenizer, tokenizer.bos_token_id, batch, budget)
     console, rows = Console(width=max(100, Console().width)), list[dict[str, Any]]()

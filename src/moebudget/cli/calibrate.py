@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from moebudget.cli.app import DeviceOption, DtypeOption, ModelArgument, app
+from moebudget.cli.inputs import require_folder
 
 
 @app.command("calibrate")
@@ -58,8 +59,7 @@ def calibrate_command(
     wanted = frozenset().union(*(p.needs for p in asked)) - PLACEMENT - ALLOCATED - SKETCHED
     if policies and not wanted:
         raise ValueError(f"--for {','.join(policies)}: none of these policies needs statistics")
-    if not output.parent.is_dir():
-        raise FileNotFoundError(f"the folder {output.parent} for {output.name} does not exist; make it first")
+    require_folder(output)
     device = default_device() if device is None else device
     loaded, tokenizer = load_model(model, device=device, dtype=default_dtype(device) if dtype is None else dtype)
     corpus = load_corpus(

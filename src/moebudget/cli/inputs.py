@@ -98,6 +98,26 @@ def note(text: str) -> None:
     Console(stderr=True, soft_wrap=True, highlight=False).print(text, markup=False)
 
 
+def require_folder(output: Path) -> None:
+    """FileNotFoundError if a file could not be written for want of its folder; before the slow step."""
+    if not output.parent.is_dir():
+        raise FileNotFoundError(f"the folder {output.parent} for {output.name} does not exist; make it first")
+
+
+def load_with_windows(
+    model: str, stats: Stats | None, data: str, length: int, windows: int, device: str | None, dtype: str | None
+) -> tuple[Any, Any, Tensor, str]:
+    """The model, its tokenizer, windows of text [n, length + 1], and the device that was given or chosen."""
+    from moebudget.evaluate.windows import read_windows
+    from moebudget.integrations import loading
+
+    device = loading.default_device() if device is None else device
+    dtype = loading.default_dtype(device) if dtype is None else dtype
+    loaded, tokenizer = loading.load_model(model, device=device, dtype=dtype, stats=stats)
+    text = read_windows(data, tokenizer, loading.vocabulary(loaded), length, windows, tokenizer.eos_token_id)
+    return loaded, tokenizer, text, device
+
+
 def read_inputs(
     model: str,
     *,

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from moebudget.cli.app import DeviceOption, DtypeOption, ModelArgument, app
+from moebudget.cli.inputs import load_with_windows, require_folder
 
 
 @app.command("sketch")
@@ -32,17 +33,11 @@ def sketch_command(
 ) -> None:
     """Fit a linear map of low rank to every expert where a budget leaves it out, for the fill `sketch`."""
     from moebudget.allocate import sketch
-    from moebudget.evaluate.windows import read_windows
-    from moebudget.integrations.loading import default_device, default_dtype, load_model, vocabulary
     from moebudget.stats import load_stats
 
     known = load_stats(stats)
-    if not output.parent.is_dir():
-        raise FileNotFoundError(f"the folder {output.parent} for {output.name} does not exist; make it first")
-    device = default_device() if device is None else device
-    dtype = default_dtype(device) if dtype is None else dtype
-    loaded, tokenizer = load_model(model, device=device, dtype=dtype, stats=known)
-    text = read_windows(data, tokenizer, vocabulary(loaded), length, windows, tokenizer.eos_token_id)
+    require_folder(output)
+    loaded, _, text, _ = load_with_windows(model, known, data, length, windows, device, dtype)
     found = sketch(loaded, known, text, budget=budget, rank=rank, batch=batch, group=layers_per_pass)
     found.save(output)
     Console(stderr=True).print(f"wrote {output}")
