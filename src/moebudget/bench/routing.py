@@ -20,6 +20,7 @@ from moebudget.types import LayerStats, Routing
 
 ROWS, POLICIES = (1, 8, 16, 32, 64, 128), ("base:budget={M}",)  # what is timed unless told otherwise
 LAYERS = 48  # calls in one graph, each with its own inputs and statistics, as in a model
+FLUSH = 2**27  # bytes, more than the L2 cache of any GPU
 REPLAYS = 40
 
 
@@ -133,8 +134,9 @@ def measure(
     """One row: microseconds a layer of the native router, the fused policy, the torch form, and the floor.
 
     `us_added` is the fused policy, native routing included, minus the native router's own kernel; `us_routed` the
-    policy alone, after a router whose routes it is given, as in vLLM. The floor is the time of an empty kernel plus
-    the bytes of logits, hidden states, routed predictor rows and outputs at the measured copy bandwidth. Raises
+    policy alone, after a router whose routes it is given, as in vLLM; `us_cold` what it adds there when FLUSH bytes
+    have pushed its code and buffers out of the cache, as a layer's experts do. The floor is the time of an empty kernel
+    plus the bytes of logits, hidden states, routed predictor rows and outputs at the measured copy bandwidth. Raises
     AssertionError if the kernel's ids are not those of the torch form.
     """
     from moebudget.kernels.native import native_rows
@@ -164,6 +166,19 @@ def measure(
     us_routed = graph_us(
         [partial(f, x.hidden, x.logits, x.live, x.bias, o, r) for (x, o, f), r in zip(each, own, strict=True)]
     )
+    flush = torch.empty(FLUSH, dtype=torch.uint8, device=device)
+
+    def cold(x: Inputs, out: Routing, f: FusedRouter, routes: Routing | None) -> None:
+        flush.zero_()
+        x.hidden.mul_(1)  # what a step has just written
+        native(x, out, f)
+        if routes is not None:
+            f(x.hidden, x.logits, x.live, x.bias, out, routes)
+
+    with_policy, without = (
+        graph_us([partial(cold, x, o, f, r if policed else None) for (x, o, f), r in zip(each, own, strict=True)])
+        for policed in (True, False)
+    )
     few = inputs[: max(1, layers // 6)]
     us_torch = graph_us([partial(torch_form, shape, policy, x) for x in few])
     us_compiled = None
@@ -177,7 +192,7 @@ def measure(
         "bench": "routing", "policy": policy.name, "model": shape.model, "T": rows, "N": spec.num_experts,
         "K": spec.top_k, "d": shape.hidden, "M": budget,
         "us_native": round(us_native, 3), "us_total": round(us_total, 3), "us_added": round(us_total - us_native, 3),
-        "us_routed": round(us_routed, 3), "us_torch": round(us_torch, 3),
+        "us_routed": round(us_routed, 3), "us_cold": round(with_policy - without, 3), "us_torch": round(us_torch, 3),
         "us_compiled": None if us_compiled is None else round(us_compiled, 3),
         "us_torch_native": round(graph_us([partial(torch_native, x) for x in few]), 3),
         "us_floor": round(us_empty + moved_bytes(shape, policy, rows) / bandwidth(device) * 1e6, 3),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moebudget.kernels.rows import best_expert, row_scores
+from moebudget.kernels.rows import likeliest, load_logits
 
 # What a row is: the caller's three kinds, and a real row that is not finite.
 PADDING: tl.constexpr = tl.constexpr(0)
@@ -51,8 +51,8 @@ def settle(
     for row in range(0, T):
         kind = tl.load(kinds + row).to(tl.int32)
         if (kind != VOTES) & (kind != KEEPS):
-            probs, _, _, _ = row_scores(logits + row * logits_stride, logits, N, NP, SIGMOID, False, 1, 1, False, 2)
-            lone = best_expert(tl.where(probs == probs, probs, 0.0), (run > 0) & (expert < N), NP)
+            x = load_logits(logits + row * logits_stride, N, NP)
+            lone = likeliest(x, (run > 0) & (expert < N), logits, N, NP, SIGMOID)
             tl.store(
                 ids + row * K + slot,
                 tl.zeros([NP], ids.dtype.element_ty) + lone.to(ids.dtype.element_ty),

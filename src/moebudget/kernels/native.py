@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moebudget.kernels.rows import mass_of, ordered, row_scores, top_slots
+from moebudget.kernels.rows import load_logits, mass_of, ordered, row_scores, top_slots
 
 
 @triton.jit
@@ -17,9 +17,8 @@ def native_rows(
 ):  # fmt: skip
     """Program t: the unchanged model's ids [t, K] and weights [t, K] float32."""
     row = tl.program_id(0)
-    probs, choice, _, _ = row_scores(
-        logits + row * logits_stride, bias, N, NP, SIGMOID, HAS_BIAS, GROUPS, OPEN, TOP2, GP
-    )
+    x = load_logits(logits + row * logits_stride, N, NP)
+    probs, choice, _, _ = row_scores(x, bias, N, NP, SIGMOID, HAS_BIAS, GROUPS, OPEN, TOP2, GP)
     place = top_slots(ordered(choice), choice > -float("inf"), NP, K)
     scale = SCALE
     if RENORMALIZE:

@@ -11,7 +11,18 @@ import triton
 import triton.language as tl
 
 from moebudget.kernels.batch import BROKEN, FIELDS, KEEPS, VOTES, add_rows, bit, field_of, has_below, settle
-from moebudget.kernels.rows import TINY, agree, best_expert, by_key, largest, mass_of, ordered, row_scores, slots_of
+from moebudget.kernels.rows import (
+    TINY,
+    agree,
+    best_expert,
+    by_key,
+    largest,
+    load_logits,
+    mass_of,
+    ordered,
+    row_scores,
+    slots_of,
+)
 from moebudget.kernels.score import GATE
 from moebudget.kernels.unlimited import finish_row
 
@@ -50,9 +61,8 @@ def route_rows(
             finish_row(logits, bits, kinds, ids, weights, counters, logits_stride, T, N, NP, K, SIGMOID, COUNT)
             return
     expert, place, field = tl.arange(0, NP), tl.arange(0, NP), tl.arange(0, FIELDS)
-    probs, choice, biased, _ = row_scores(
-        logits + row * logits_stride, bias, N, NP, SIGMOID, HAS_BIAS, GROUPS, OPEN, TOP2, GP
-    )
+    x = load_logits(logits + row * logits_stride, N, NP)
+    probs, choice, biased, _ = row_scores(x, bias, N, NP, SIGMOID, HAS_BIAS, GROUPS, OPEN, TOP2, GP)
     key, opened = ordered(choice), choice > -float("inf")
     if ROUTED:
         routed = slots_of(own_ids + row * K, NP, K) < K

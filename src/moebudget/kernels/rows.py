@@ -125,15 +125,27 @@ def close_groups(
 
 
 @triton.jit
+def load_logits(logits, N, NP: tl.constexpr):
+    """A row's logits [NP] float32 at a pointer, -inf from N on."""
+    expert = tl.arange(0, NP)
+    return tl.load(logits + expert, mask=expert < N, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def any_bad(x, N, NP: tl.constexpr):
+    """1 if one of a row's N logits is not finite: inf - inf and NaN - NaN are NaN, and NaN != 0."""
+    return tl.max(((tl.arange(0, NP) < N) & ((x - x) != 0)).to(tl.int32), 0)
+
+
+@triton.jit
 def row_scores(
-    logits, bias, N, NP: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
+    x, bias, N, NP: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
     GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
-    """Logits [N] at a pointer -> (probs, choice, choice without groups) [NP] float32, and whether all are finite."""
+    """Logits x [NP] -> (probs, choice, choice without groups) [NP] float32, and whether all N are finite."""
     expert = tl.arange(0, NP)
     real = expert < N
-    x = tl.load(logits + expert, mask=real, other=-float("inf")).to(tl.float32)
-    bad = tl.max((real & ((x - x) != 0)).to(tl.int32), 0)  # inf - inf and NaN - NaN are NaN, and NaN != 0
+    bad = any_bad(x, N, NP)
     if SIGMOID:
         probs = 1.0 / (1.0 + tl.exp(-x))
     else:
@@ -150,6 +162,13 @@ def row_scores(
     if GROUPS > 1:
         choice = close_groups(biased, N, NP, GROUPS, OPEN, TOP2, GP)
     return probs, choice, biased, bad == 0
+
+
+@triton.jit
+def likeliest(x, allowed, bias, N, NP: tl.constexpr, SIGMOID: tl.constexpr):
+    """The allowed expert that a row of logits x [NP] gives the most; `bias` is any pointer and is not read."""
+    probs, _, _, _ = row_scores(x, bias, N, NP, SIGMOID, False, 1, 1, False, 2)
+    return best_expert(tl.where(probs == probs, probs, 0.0), allowed, NP)
 
 
 @triton.jit

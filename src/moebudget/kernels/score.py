@@ -6,7 +6,17 @@ import triton
 import triton.language as tl
 
 from moebudget.kernels.batch import BROKEN, PADDING, VOTES, add_rows
-from moebudget.kernels.rows import TINY, mass_of, ordered, places_of, residue, row_scores, slots_of, top_slots
+from moebudget.kernels.rows import (
+    TINY,
+    load_logits,
+    mass_of,
+    ordered,
+    places_of,
+    residue,
+    row_scores,
+    slots_of,
+    top_slots,
+)
 from moebudget.kernels.unlimited import leave_row
 
 # Score rules that are fused.
@@ -40,20 +50,21 @@ def score_rows(
     if PDL:  # of whatever ran before; launched early, this one saves its launch
         tl.extra.cuda.gdc_wait()
     if CAPS:
-        if tl.load(budget) >= N:
+        most = tl.load(budget)
+    x = load_logits(logits + row * logits_stride, N, NP)  # beside the budget, whose load nothing else would hide
+    kind = tl.load(live + row).to(tl.int32)
+    if CAPS:
+        if most >= N:
             if PDL:
                 tl.extra.cuda.gdc_launch_dependents()
             if part == 0:
                 leave_row(
-                    logits, hidden, bias, live, bits, kinds, own_ids, own_weights, ids, weights, counters,
-                    logits_stride, hidden_stride, N, D, NP, K, BLOCK, SIGMOID, HAS_BIAS, RENORMALIZE, SCALE,
+                    x, kind, hidden, bias, bits, kinds, own_ids, own_weights, ids, weights, counters,
+                    hidden_stride, N, D, NP, K, BLOCK, SIGMOID, HAS_BIAS, RENORMALIZE, SCALE,
                     GROUPS, OPEN, TOP2, GP, ROUTED, COUNT,
                 )  # fmt: skip
             return
-    probs, choice, biased, finite = row_scores(
-        logits + row * logits_stride, bias, N, NP, SIGMOID, HAS_BIAS, GROUPS, OPEN, TOP2, GP
-    )
-    kind = tl.load(live + row).to(tl.int32)
+    probs, choice, biased, finite = row_scores(x, bias, N, NP, SIGMOID, HAS_BIAS, GROUPS, OPEN, TOP2, GP)
     opened = choice > -float("inf")
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -6,35 +6,49 @@ import triton
 import triton.language as tl
 
 from moebudget.kernels.batch import BROKEN, FIELDS, KEEPS, PADDING, VOTES, field_of
-from moebudget.kernels.rows import best_expert, mass_of, ordered, residue, row_scores, slots_of, top_slots
+from moebudget.kernels.rows import (
+    any_bad,
+    likeliest,
+    load_logits,
+    mass_of,
+    ordered,
+    residue,
+    row_scores,
+    slots_of,
+    top_slots,
+)
 
 TOGETHER: tl.constexpr = tl.constexpr(64)  # rows whose bits are read at once
 
 
 @triton.jit
 def leave_row(
-    logits, hidden, bias, live, bits, kinds, own_ids, own_weights, ids, weights, counters,
-    logits_stride, hidden_stride, N,
+    x, kind, hidden, bias, bits, kinds, own_ids, own_weights, ids, weights, counters,
+    hidden_stride, N,
     D: tl.constexpr, NP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
     SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr,
     GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr, GP: tl.constexpr,
     ROUTED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """First launch, row t: its own ids and weights [t, K], kind and counters; bits [t, :] of the routes that vote."""
+    """First launch, row t of logits x [NP] and the given kind: its own ids and weights [t, K], kind and counters.
+
+    bits [t, :] name the routes of a row that votes.
+    """
     row = tl.program_id(0)
     expert, slot, field = tl.arange(0, NP), tl.arange(0, NP), tl.arange(0, FIELDS)
     if COUNT:
         before = tl.load(counters + row * FIELDS + field)
     nonzero = residue(hidden + row * hidden_stride, D, BLOCK)
-    kind = tl.load(live + row).to(tl.int32)
-    probs, choice, _, finite = row_scores(
-        logits + row * logits_stride, bias, N, NP, SIGMOID, HAS_BIAS, GROUPS, OPEN, TOP2, GP
-    )
-    if ROUTED:
+    if ROUTED:  # no softmax: whether a route carries weight is seen from the weight
+        finite = any_bad(x, N, NP) == 0
         place = slots_of(own_ids + row * K, NP, K)
+        own = tl.load(own_ids + row * K + slot, mask=slot < K, other=0)
+        own_weight = tl.load(own_weights + row * K + slot, mask=slot < K, other=0.0)
+        carries = own_weight != 0.0
     else:
-        opened = choice > -float("inf")
-        place = top_slots(ordered(choice), opened, NP, K)
+        probs, choice, _, finite = row_scores(x, bias, N, NP, SIGMOID, HAS_BIAS, GROUPS, OPEN, TOP2, GP)
+        place = top_slots(ordered(choice), choice > -float("inf"), NP, K)
+        carries = (place < K) & (probs != 0.0)
     route = place < K
     sound = finite & (tl.sum(nonzero, 0) == 0)
     kind = tl.where((kind != PADDING) & (sound == 0), BROKEN, kind)
@@ -45,9 +59,7 @@ def leave_row(
     tl.store(bits + row * (NP // WIDTH) + tl.arange(0, NP // WIDTH), tl.sum(words, 1))
     if voting | (kind == KEEPS):
         if ROUTED:
-            own = tl.load(own_ids + row * K + slot, mask=slot < K, other=0)
             tl.store(ids + row * K + slot, own.to(ids.dtype.element_ty), mask=slot < K)
-            own_weight = tl.load(own_weights + row * K + slot, mask=slot < K, other=0.0)
             tl.store(weights + row * K + slot, own_weight, mask=slot < K)
         else:
             scale = SCALE
@@ -56,7 +68,7 @@ def leave_row(
             tl.store(ids + row * K + place, expert.to(ids.dtype.element_ty), mask=route)
             tl.store(weights + row * K + place, probs * scale, mask=route)
     if COUNT:
-        kept = tl.sum((route & (probs != 0.0)).to(tl.int32), 0)
+        kept = tl.sum(carries.to(tl.int32), 0)
         added = field_of(field, 1, voting, 1) + field_of(field, 7, voting & (kept == 0), 1)
         tl.store(counters + row * FIELDS + field, before + added + field_of(field, 8, kind == BROKEN, 1))
 
@@ -90,8 +102,7 @@ def finish_row(
     if idle | (COUNT & (row == 0)):
         union = voted_for(bits, T, NP)
         if idle:
-            probs, _, _, _ = row_scores(logits + row * logits_stride, logits, N, NP, SIGMOID, False, 1, 1, False, 2)
-            lone = best_expert(tl.where(probs == probs, probs, 0.0), union, NP)
+            lone = likeliest(load_logits(logits + row * logits_stride, N, NP), union, logits, N, NP, SIGMOID)
             slot = tl.arange(0, NP)
             tl.store(ids + row * K + slot, (slot * 0 + lone).to(ids.dtype.element_ty), mask=slot < K)
             rest = tl.where(kind == BROKEN, float("nan"), 0.0)
