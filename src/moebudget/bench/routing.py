@@ -135,9 +135,9 @@ def measure(
 
     `us_added` is the fused policy, native routing included, minus the native router's own kernel; `us_routed` the
     policy alone, after a router whose routes it is given, as in vLLM; `us_cold` what it adds there when FLUSH bytes
-    have pushed its code and buffers out of the cache, as a layer's experts do. The floor is the time of an empty kernel
-    plus the bytes of logits, hidden states, routed predictor rows and outputs at the measured copy bandwidth. Raises
-    AssertionError if the kernel's ids are not those of the torch form.
+    have pushed its code and buffers out of the cache, as a layer's experts do. The floor is the time of an empty
+    kernel plus the bytes of logits, hidden states, routed predictor rows and outputs at the measured copy bandwidth.
+    Raises AssertionError if the kernel's ids are not those of the torch form.
     """
     from moebudget.kernels.native import native_rows
 
