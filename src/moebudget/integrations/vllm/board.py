@@ -56,7 +56,7 @@ class Board:
     """Persistent device tensors that every captured graph reads: `rows` [size] int8 and `request` [size] int64.
 
     A step of more than `wide` rows, which no graph holds, also gets `voting`, the indices of the rows that vote.
-    Nothing is copied to the device while a step is described as the one before, and `request` only if `by_request`.
+    Nothing is done while a step is described as the one before, and `request` is copied only if `by_request`.
     """
 
     def __init__(self, size: int, device: torch.device | str, wide: int | None = None) -> None:
@@ -64,7 +64,7 @@ class Board:
         self.filled = size  # rows that may hold something else than padding
         self.voting: torch.Tensor | None = None
         self.by_request = True  # whether some policy looks at requests
-        self.sent: tuple[npt.NDArray[Any], ...] = ()  # what the device holds, if a step was described last
+        self.sent: tuple[npt.NDArray[Any], ...] = ()  # the lengths and votes of the step described last
         with torch.inference_mode(False):
             self.rows = torch.full((size,), KEEPS, dtype=torch.int8, device=device)
             self.request = torch.full((size,), -1, dtype=torch.int64, device=device)
@@ -83,15 +83,16 @@ class Board:
             return
         if self.opted_out:
             votes = votes & np.array([name not in self.opted_out for name in requests], dtype=bool)
+        self.idle, total = not votes.any(), int(lengths.sum())
+        if self.sent and total <= self.wide and all(map(np.array_equal, self.sent, (lengths, votes))):
+            self.voting = None
+            return
         rows, request = classify(lengths, votes, len(self.rows))
-        self.idle = not votes.any()
-        total = int(lengths.sum())
         until = max(total, self.filled)
-        if not (self.sent and np.array_equal(self.sent[0], rows) and np.array_equal(self.sent[1], request)):
-            _send(rows[:until], self.rows[:until])
-            if self.by_request:
-                _send(request[:until], self.request[:until])
-            self.sent = (rows, request)
+        _send(rows[:until], self.rows[:until])
+        if self.by_request:
+            _send(request[:until], self.request[:until])
+        self.sent = (lengths.copy(), votes.copy())
         self.filled, self.voting = total, None
         if total > self.wide:
             index = np.flatnonzero(rows == VOTES)
