@@ -149,14 +149,19 @@ def domains_table(rows: list[Row]) -> str:
 
 
 def mixed_table(rows: list[Row]) -> str:
-    """Budgets of an allocation on text and tasks: loss on the text, accuracy on the tasks."""
+    """Budgets of several allocations at each target: loss on the text, accuracy on the tasks; other rules once."""
+
+    def where(r: Row) -> str:
+        return r["allocated_on"] if r["method"] in ALLOCATED else ""
+
+    once = {(r["target"], r["method"], where(r)): r for r in rows}
     cells = [
-        [r["method"], f"`{r['policy']}`", r["allocated_on"] if r["target"] else "",
-         counted(r) if r["target"] else "0", f"{r['task_fetched']:.1f}", pm(r["task_avg"], r["task_ci95"], 1)]
-        for r in rows
+        [str(target or ""), method, f"`{r['policy']}`", on, counted(r) if target else "0",
+         f"{r['task_fetched']:.1f}", pm(r["task_avg"], r["task_ci95"], 1)]
+        for (target, method, on), r in sorted(once.items(), key=lambda item: item[0][0])
     ]  # fmt: skip
-    heads = ["rule", "policy", "allocated on", "loss above dense", "experts on tasks", "tasks, %"]
-    return "\n\n".join([table(heads, cells, left=3), source(rows[0])])
+    heads = ["at", "rule", "policy", "allocated on", "loss above dense", "experts on tasks", "tasks, %"]
+    return "\n\n".join([table(heads, cells, left=4), source(rows[0])])
 
 
 def hold_table(rows: list[Row]) -> str:

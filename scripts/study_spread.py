@@ -48,11 +48,14 @@ from moebudget.stats import Stats, load_stats
 
 TARGETS = (10, 16, 8, 13, 6, 20)  # what matters most comes first
 SOLVED = (6, 10, 16)  # averages that are solved for; the others lie between
+AIMS = (10, 16)  # averages that `mixed` is solved for and measured at
 ROUNDS = 3  # of exchanges
 SIZES = (8, 32, 4, 64, 1)
 ALONE = 5  # experts a layer at batch 1, where 8 is all
 TOKENS = 300_000  # of calibration text, as in compare_methods.py
-MIXED = (("text and tasks", True, 1), ("text, 4 at least", False, 4), ("text and tasks, 4 at least", True, 4))
+MIXED = {  # allocations compared by `mixed`: with task documents or not, and the least experts of a layer
+    "text and tasks": (True, 1), "text, 4 at least": (False, 4), "text and tasks, 4 at least": (True, 4),
+}  # fmt: skip
 TASK_BYTES = 200_000  # of generated task documents, of which as many windows are taken as of a domain of the text
 STAGES = ("calibrate", "allocate", "measure", "tasks", "sizes", "domains", "mixed")
 
@@ -217,6 +220,7 @@ def main() -> None:
     ap.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="other batch sizes to measure")
     ap.add_argument("--search", type=int, default=32, help="of 256 tokens to allocate on")
     ap.add_argument("--items", type=int, default=60, help="of each task")
+    ap.add_argument("--mixed", nargs="+", choices=list(MIXED), default=list(MIXED), help="allocations of that stage")
     a = ap.parse_args()
     study = Study(a)
     mixed = a.folder / "spread.safetensors"
@@ -247,9 +251,13 @@ def main() -> None:
                 own = study.allocate((m,), batch)
                 study.measure("spread_sizes", allocated(m), m, own, windows, batch, allocated_at=batch)
         elif stage == "mixed":
-            for where, tasks, least in MIXED:
-                own, windows = study.allocate((10,), tasks=tasks, least=least), study.windows(a.windows)
-                study.measure("spread_mixed", allocated(10), 10, own, windows, items=a.items, allocated_on=where)
+            windows = study.windows(a.windows)
+            for where in a.mixed:
+                tasks, least = MIXED[where]
+                own = study.allocate(AIMS, tasks=tasks, least=least)
+                for m in AIMS:
+                    rules = {name: ways(m)[name] for name in ("BASE", "BASE, half", *allocated(m))}
+                    study.measure("spread_mixed", rules, m, own, windows, items=a.items, allocated_on=where)
         else:
             allocations = {"all domains": load_stats(mixed)}
             allocations |= {d: study.allocate((10,), domain=d) for d in ("prose", "code")}
