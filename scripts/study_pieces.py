@@ -21,7 +21,7 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]
-from study_spread import ROUNDS, SOLVED, TOKENS, Study, allocation_windows, arguments
+from study_spread import AIMS, BOTH, ROUNDS, SOLVED, TOKENS, Study, allocation_windows, arguments, file_of
 
 from moebudget import provenance
 from moebudget.allocate import allocate, sketch
@@ -40,7 +40,8 @@ from moebudget.stats import Stats, load_stats
 
 BENCH = "pieces2"
 RANKS = (1, 2, 4, 8)
-STAGES = ("sketch", "denominators", "gradient", "measure")
+RANK = 4  # of the sketches in `combined`
+STAGES = ("sketch", "denominators", "gradient", "measure", "combined")
 
 
 def of_rank(stats: Stats, rank: int) -> Stats:
@@ -69,6 +70,15 @@ def rules(m: int) -> dict[str, tuple[Policy, str, int]]:
         "energy kept, stand-in": (energy_and_stand_in(m), every, 0),
         **{f"coverage, exponent {q:g}": (covering(m, q), every, 0) for q in (1.5, 2.0, 3.0)},
         "denominator by layer": (parse(f"base:budget={m},fill=by_layer"), "by_layer", 0),
+    }
+
+
+def combined(m: int) -> dict[str, str]:
+    """Sketches with and without an allocation over the layers, beside what they are made of."""
+    return {"BASE": f"base:budget={m}"} | {
+        f"{name}, {fill}": f"{rule}:budget={m},fill={fill}"
+        for name, rule in (("BASE", "base"), ("spread", "spread"))
+        for fill in ("half", "stand_in", "sketch")
     }
 
 
@@ -111,6 +121,7 @@ def main() -> None:
     ap = arguments(__doc__, STAGES)
     ap.add_argument("--targets", type=int, nargs="+", default=(10, 16), help="experts a layer to measure at")
     ap.add_argument("--rules", nargs="+", help="by name; default: all. BASE and its stand-in come first in any case")
+    ap.add_argument("--items", type=int, default=60, help="of each task, for `combined`")
     ap.add_argument("--search", type=int, default=32, help="of 256 tokens to choose denominators and shares on")
     ap.add_argument("--fit", type=int, default=256, help="of 256 tokens to fit sketches on")
     a = ap.parse_args()
@@ -119,6 +130,15 @@ def main() -> None:
         if stage == "measure":
             for m in a.targets:
                 measure(study, m, study.windows(a.windows))
+            continue
+        if stage == "combined":
+            spread, sketches = (load_stats(a.folder / name) for name in (file_of(BOTH), "sketch.safetensors"))
+            maps = {name: of_rank(sketches, RANK).tensors[name] for name in ("sketch_in", "sketch_out")}
+            stats = dataclasses.replace(spread, tensors={**spread.tensors, **maps})
+            for m in AIMS:
+                study.measure(
+                    "spread_sketch", combined(m), m, stats, study.windows(a.windows), items=a.items, rank=RANK
+                )
             continue
         known = load_stats(a.folder / "every.safetensors")
         if stage == "sketch":

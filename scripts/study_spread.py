@@ -56,12 +56,18 @@ TOKENS = 300_000  # of calibration text, as in compare_methods.py
 MIXED = {  # allocations compared by `mixed`: with task documents or not, and the least experts of a layer
     "text and tasks": (True, 1), "text, 4 at least": (False, 4), "text and tasks, 4 at least": (True, 4),
 }  # fmt: skip
+BOTH = "text and tasks, 4 at least"
 TASK_BYTES = 200_000  # of generated task documents, of which as many windows are taken as of a domain of the text
 STAGES = ("calibrate", "allocate", "measure", "tasks", "sizes", "domains", "mixed")
 
 
 def domain_of(file: Path) -> str:
     return file.name.removesuffix(".txt.xz").partition("-")[2]
+
+
+def file_of(where: str) -> str:
+    """The statistics with an allocation of MIXED, in the study's folder."""
+    return where.replace(", ", "-").replace(" ", "-") + ".safetensors"
 
 
 def task_windows(tokenizer: Any, limit: int) -> Tensor:
@@ -255,6 +261,7 @@ def main() -> None:
             for where in a.mixed:
                 tasks, least = MIXED[where]
                 own = study.allocate(AIMS, tasks=tasks, least=least)
+                own.save(a.folder / file_of(where))
                 for m in AIMS:
                     rules = {name: ways(m)[name] for name in ("BASE", "BASE, half", *allocated(m))}
                     study.measure("spread_mixed", rules, m, own, windows, items=a.items, allocated_on=where)
