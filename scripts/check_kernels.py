@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 from moebudget import provenance
 from moebudget.bench.routing import prices
+from moebudget.device_selects import DeviceBudget, Level
 from moebudget.kernels import FusedRouter
 from moebudget.policy import Policy
 from moebudget.presets import parse
@@ -43,6 +44,7 @@ SHAPES = (  # T, N, K, d
 POLICIES = (
     "base:budget=10", "base:budget=32,fill=executed", "base:budget=24,fill=half", "base:budget=6,fill=drop",
     "base:budget=999", "spread:budget=9", "price:budget=11",
+    "base_ep:budget=3", "base:budget=12,level=yes", "spread:budget=9,level=yes", "price:budget=11,level=yes",
     "squared:budget=12", "static:budget=8", "router_mass:budget=9", "oea:k0=1", "xshare:k0=1,m=8",
 )  # fmt: skip
 TIE = 1e-6  # sums closer than this, relative, are equal up to the rounding of float32 weights
@@ -74,16 +76,28 @@ def poisoned(t: int, k: int) -> Routing:
 def ties(policy: Policy, batch: RouterBatch, stats: LayerStats) -> bool:
     """Whether the last sum that is kept and the first that is not are equal up to rounding, so that either may be.
 
-    Of a price: whether some sum is equal to it.
+    Of a price: whether some sum is equal to it. Where devices have a load each, of any of them.
     """
-    select = policy.select
-    if not isinstance(select, TopBudget | LayerBudget | Price):
-        return False
-    sums = largest_first(*demand(policy.score(batch, stats), batch)).values
+    select, (total, candidate) = policy.budgeted, demand(policy.score(batch, stats), batch)
+    found = False
     if isinstance(select, Price):
         price = at_average(stats["layer_price"], select.budget)
-        return bool(((sums - price).abs() <= TIE * price).any())
-    budget = int(select.budget if isinstance(select, TopBudget) else at_average(stats["layer_budget"], select.budget))
+        found = bool((candidate & ((total - price).abs() <= TIE * price)).any())
+    elif isinstance(select, TopBudget):
+        found = ties_at(total, candidate, select.budget)
+    elif isinstance(select, LayerBudget):
+        found = ties_at(total, candidate, at_average(stats["layer_budget"], select.budget))
+    if isinstance(policy.select, Level | DeviceBudget):
+        device, mask = stats["placement_device"], policy.active(batch, stats).mask
+        here = [device == i for i in range(int(device.max()) + 1)]
+        most = select.budget if isinstance(select, DeviceBudget) else max(int((mask & some).sum()) for some in here)
+        found = found or any(ties_at(total, candidate & some, most) for some in here)
+    return found
+
+
+def ties_at(total: Tensor, candidate: Tensor, budget: int | Tensor) -> bool:
+    """Whether the budget-th largest sum and the next are equal up to rounding."""
+    sums, budget = largest_first(total, candidate).values, int(budget)
     if sums.shape[0] <= budget or sums[budget] == -torch.inf:
         return False
     kept, left = sums[budget - 1], sums[budget]
@@ -103,7 +117,9 @@ def check(case: tuple[int, tuple[int, int, int, int], str, str], turns: int) -> 
     hidden, logits, live, bias = make(spec, t, d, 0, spec.scoring == "sigmoid", dtype)
     first = PredictedEnergy()(spec(hidden, logits, bias=bias, live=live), LayerStats(made))
     table = torch.randint(1, n, (n,), generator=g, device="cuda")
-    stats = LayerStats({**made, "layer_budget": table, "layer_price": prices(first.sum(0, dtype=torch.float64))})
+    home = torch.randint(0, 2 + number // len(POLICIES) % 7, (n,), generator=g, device="cuda")  # of 2 to 8 devices
+    made |= {"layer_budget": table, "layer_price": prices(first.sum(0, dtype=torch.float64)), "placement_device": home}
+    stats = LayerStats(made)
     router = FusedRouter(policy, spec, stats, hidden=d, max_rows=t, device="cuda")
     given = FusedRouter(policy, spec, stats, hidden=d, max_rows=t, device="cuda", count=False)
     other, tied, worst, counts = 0, 0, 0.0, torch.zeros(10, dtype=torch.float64, device="cuda")

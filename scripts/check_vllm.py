@@ -253,7 +253,7 @@ def judge(case: Case, mode: str, plain: dict[str, Any], capped: dict[str, Any], 
         wrong += [f"the adapter does not change the tokens of requests {same}"] if same else []
     if case.engine.get("enable_return_routed_experts"):
         wrong += check_returned(six)
-    path = "torch (cpu)" if not gpu else "kernel" if case.counts == "all" else "torch ("
+    path = "kernel" if gpu else "torch (cpu)"
     if any(not state["path"].startswith(path) for state in six["states"]) or f"; {path}" not in capped["log"]:
         wrong.append(f"the path is {six['states'][0]['path']!r} or another in the log, not {path!r}")
     if not re.search(rf"experts by {case.experts_by},", capped["log"]):

@@ -20,7 +20,7 @@ from moebudget.kernels import native, route, score
 
 POINTERS = {
     "logits": "*bf16", "hidden": "*bf16", "bias": "*fp32", "live": "*i8", "budget": "*i32", "price": "*fp64",
-    "scale_in": "*fp64", "scale_out": "*fp64", "slope": "*fp32", "offset": "*fp32", "energy": "*fp32",
+    "scale_in": "*fp64", "scale_out": "*fp64", "home": "*i32", "slope": "*fp32", "offset": "*fp32", "energy": "*fp32",
     "score": "*fp32", "places": "*i8", "bits": "*i32", "kinds": "*i8", "partial": "*fp64", "arrivals": "*i32",
     "runs": "*fp32", "own_ids": "*i32", "own_weights": "*fp32",
     "ids": "*i32", "weights": "*fp32", "counters": "*fp64",
@@ -38,8 +38,8 @@ print("compiled")
 SETTINGS = {
     "NP": 64, "K": 4, "ROWS": 16, "CHUNK": 0, "D": 512, "SPLIT": 4, "BLOCK": 512, "SIGMOID": False, "HAS_BIAS": False,
     "RENORMALIZE": True, "SCALE": 1.0, "GROUPS": 1, "OPEN": 1, "TOP2": False, "GP": 2, "RULE": 0, "K0": 1,
-    "CAPS": True, "PRICED": False, "HOLD": 0.0, "ADDITIVE": True, "DROP": False, "DENOMINATOR": 0,
-    "ROUTED": True, "COUNT": True, "PDL": True,
+    "CAPS": True, "PRICED": False, "HOLD": 0.0, "ADDITIVE": True, "RANKS": 1, "LEVEL": False,
+    "DROP": False, "DENOMINATOR": 0, "ROUTED": True, "COUNT": True, "PDL": True,
 }  # fmt: skip
 GROUPED = {"SIGMOID": True, "HAS_BIAS": True, "GROUPS": 4, "OPEN": 2, "TOP2": True, "GP": 4, "SCALE": 2.5}
 
@@ -51,6 +51,8 @@ GROUPED = {"SIGMOID": True, "HAS_BIAS": True, "GROUPS": 4, "OPEN": 2, "TOP2": Tr
         {**GROUPED, "CHUNK": 32, "ROUTED": False, "DROP": True},
         {"RULE": 1, "SPLIT": 1, "DENOMINATOR": 2, "PDL": False},
         {"PRICED": True, "DENOMINATOR": 2, "HOLD": 0.01},
+        {"RANKS": 4},
+        {"LEVEL": True, "RANKS": 8, "PRICED": True, "HOLD": 0.01},
         {"RULE": 4, "SPLIT": 1, "CAPS": False, "RENORMALIZE": False},
         {"RULE": 5, "SPLIT": 1, "ADDITIVE": False, "CAPS": False},
     ],

@@ -293,7 +293,7 @@ def test_strided_and_half_precision_inputs_are_read_as_contiguous_float32() -> N
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_policy_without_a_kernel_does_not_name_its_piece(name: str) -> None:
-    fused = {"router_mass", "squared", "static", "base", "oea", "xshare", "moe_spec", "spread", "price"}
+    fused = {"router_mass", "squared", "static", "base", "oea", "xshare", "moe_spec", "spread", "price", "base_ep"}
     policy = parse(EXAMPLES[name])
     if name in fused:
         assert lower(policy).has_budget == (name != "oea")
@@ -312,6 +312,10 @@ def test_policy_without_a_kernel_does_not_name_its_piece(name: str) -> None:
         ("spread:budget=4,floor=yes", "selection LayerBudget"),
         ("price:budget=4,floor=yes", "selection Price"),
         ("price:budget=4,ceiling=9", "selection Price"),
+        ("spread:budget=4,floor=yes,level=yes", "selection LayerBudget"),
+        ("price:budget=4,ceiling=9,level=yes", "selection Price"),
+        ("base:budget=4,level=yes,relative=1", "score Relative"),
+        ("xshare_ep:k0=1,m_device=2", "selection PerDevice"),
         ("oea:k0=1,p=0.5", "RouteRank with p=0.5"),
         ("oea:k0=1,k_max=4", "fill"),
         ("xshare:k0=1,m=2,m_request=1", "WarmUp.*m_request=1"),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moebudget import provenance
 from moebudget.kernels import FusedRouter
+from moebudget.placement import Placement
 from moebudget.policy import Policy
 from moebudget.presets import parse
 from moebudget.router import RouterSpec
@@ -22,6 +23,7 @@ ROWS, POLICIES = (1, 8, 16, 32, 64, 128), ("base:budget={M}",)  # what is timed 
 LAYERS = 48  # calls in one graph, each with its own inputs and statistics, as in a model
 FLUSH = 2**27  # bytes, more than the L2 cache of any GPU
 REPLAYS = 40
+DEVICES = 4  # that hold equal blocks of experts, for the policies that look
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ def make_inputs(shape: Shape, rows: int, device: str, layers: int, dtype: torch.
         batch = shape.spec(hidden, logits, bias=bias, live=live)
         costs = PredictedEnergy()(batch, LayerStats(stats)).sum(0, dtype=torch.float64)
         stats |= {"layer_budget": torch.arange(1, n + 1, device=device), "layer_price": prices(costs)}
+        stats["placement_device"] = Placement.contiguous(n, DEVICES).device.to(device)
         made.append(Inputs(hidden, logits, live, bias, LayerStats(stats)))
     return made
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moebudget.kernels.lower import NO_LIMIT, lower
+from moebudget.kernels.lower import MOST_DEVICES, NO_LIMIT, NotFusedError, lower
 from moebudget.policy import Policy
 from moebudget.router import RouterSpec
 from moebudget.runtime import FIELDS
@@ -62,6 +62,9 @@ class FusedRouter:
     ) -> None:
         self.policy, self.spec, self.hidden, self.max_rows = policy, spec, hidden, max_rows
         plan = lower(policy, spec)
+        ranks = int(stats["placement_device"].max()) + 1 if plan.by_device or plan.level else 1
+        if ranks > MOST_DEVICES:
+            raise NotFusedError(f"{policy}: no kernel for the selection {policy.select} over {ranks} devices")
         first, second = _kernels()
         self.score_rows, self.route_rows = first.score_rows, second.route_rows
         n, k = spec.num_experts, spec.top_k
@@ -78,6 +81,9 @@ class FusedRouter:
         # Apart from `scale`, which all programs read while row 0 writes; `chain` puts the next layer's here.
         self.following = self.own_following = self.scale.clone()
         self._write(plan.most)
+        self.home = torch.full((padded,), -1, dtype=torch.int32, device=device)
+        if ranks > 1:
+            self.home[:n] = self.stats["placement_device"]
         self.score = make(max_rows, padded, dtype=torch.float32)
         self.runs = make(max_rows if plan.rule == "GATE" else 0, padded, dtype=torch.float32)
         self.places = make(*self.runs.shape, dtype=torch.int8)
@@ -100,7 +106,7 @@ class FusedRouter:
         }  # fmt: skip
         self.split = k if plan.rule == "BASE" else 1
         denominator = getattr(second, plan.denominator.upper()).value
-        self.choosing = {"PRICED": plan.priced, "ADDITIVE": plan.additive}
+        self.choosing = {"PRICED": plan.priced, "ADDITIVE": plan.additive, "RANKS": ranks, "LEVEL": plan.level}
         self.filling = {"DROP": plan.drop, "DENOMINATOR": denominator}
         self.warps = 1 if padded <= 128 else 2  # of one row: reductions across warps cost more than they save
 
@@ -163,8 +169,8 @@ class FusedRouter:
             D=self.hidden, BLOCK=_block(self.hidden), SPLIT=split, num_warps=self.warps, **shared, **early,
         )  # fmt: skip
         self.route_rows[(rows,)](
-            logits, bias, self.budget, self.price, self.scale, self.following, self.score, self.places, self.bits,
-            self.kinds, self.partial, self.arrivals, self.runs, own.ids, own.weights, out.ids, out.weights,
+            logits, bias, self.budget, self.price, self.scale, self.following, self.home, self.score, self.places,
+            self.bits, self.kinds, self.partial, self.arrivals, self.runs, own.ids, own.weights, out.ids, out.weights,
             self.counters, logits.stride(0), rows, n,
             ROWS=max(2, _power(-(-rows // chunk) if chunk else rows)), num_warps=self.warps,
             HOLD=self.hold, **self.choosing, **self.filling, **shared, **early,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
 
+from moebudget.device_selects import DeviceBudget, Level
 from moebudget.fill import Backfill, Denominator, Drop
 from moebudget.policy import Policy
 from moebudget.rival_scores import GateMass
@@ -20,7 +21,7 @@ RULES: dict[type, str] = {  # names in `route`
     GateMass: "GATE",
 }  # fmt: skip
 DENOMINATORS: tuple[Denominator, ...] = ("original", "executed", "half")
-MOST_EXPERTS, MOST_ROUTES = 512, 16
+MOST_EXPERTS, MOST_ROUTES, MOST_DEVICES = 512, 16, 64
 NO_LIMIT = 2**30
 
 
@@ -33,7 +34,8 @@ class Lowered:
     """What the kernels are compiled for. `most`: the budget, or how many experts come on top of the warm-up set.
 
     `average`: the budget is one a layer on average, and the layer's own stands in the statistic `layer_budget`;
-    `priced`: the price at which the layer fetches it stands in `layer_price`.
+    `priced`: the price at which the layer fetches it stands in `layer_price`. `by_device`: it is one a device.
+    `level`: every device is then filled up to the load of the fullest. Both read `placement_device`.
     """
 
     rule: str
@@ -46,6 +48,8 @@ class Lowered:
     priced: bool = False
     hold: float = 0.0
     additive: bool = True
+    by_device: bool = False
+    level: bool = False
 
 
 def lower(policy: Policy, spec: RouterSpec | None = None) -> Lowered:
@@ -65,8 +69,13 @@ def lower(policy: Policy, spec: RouterSpec | None = None) -> Lowered:
         )
     denominator = fill.denominator if isinstance(fill, Backfill) else "original"
     plan = partial(Lowered, rule, drop=fill == Drop(), denominator=denominator)
-    if isinstance(select, TopBudget):
-        return plan(k0=score.k0 if isinstance(score, RouteRank) else 0, most=select.budget, has_budget=True)
+    if isinstance(select, Level):
+        must = lower(replace(policy, select=select.must), spec)
+        if must.has_budget and not must.by_device and must.rule != "GATE":
+            return replace(must, level=True)
+    if isinstance(select, TopBudget) or (isinstance(select, DeviceBudget) and rule != "GATE"):
+        k0, by_device = score.k0 if isinstance(score, RouteRank) else 0, isinstance(select, DeviceBudget)
+        return plan(k0=k0, most=select.budget, has_budget=True, by_device=by_device)
     if isinstance(select, LayerBudget) and not select.floor:
         return plan(k0=0, most=select.budget, has_budget=True, average=True)
     if isinstance(select, Price) and not select.floor and select.ceiling is None:

@@ -33,21 +33,41 @@ HALF: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit
+def fullest(active, device, RANKS: tl.constexpr):
+    """The load of the device with most active experts."""
+    load = tl.sum(active.to(tl.int32), 0) * 0
+    for rank in range(RANKS):  # not unrolled: there may be 64
+        load = tl.maximum(load, tl.sum((active & (device == rank)).to(tl.int32), 0))
+    return load
+
+
+@triton.jit
+def largest_of_each(total, candidate, most, device, NP: tl.constexpr, RANKS: tl.constexpr):
+    """[NP] bool: of every device the `most` candidates with the largest total, as `largest` finds them."""
+    found = tl.zeros([NP], tl.int32)
+    for rank in range(RANKS):
+        found += largest(total, candidate & (device == rank), most, NP).to(tl.int32)
+    return found > 0
+
+
+@triton.jit
 def route_rows(
-    logits, bias, budget, price, scale_in, scale_out, score, places, bits, kinds, partial, arrivals, runs,
+    logits, bias, budget, price, scale_in, scale_out, home, score, places, bits, kinds, partial, arrivals, runs,
     own_ids, own_weights, ids, weights, counters, logits_stride, T, N,
     NP: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr,
     GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr, GP: tl.constexpr,
     RULE: tl.constexpr, K0: tl.constexpr, CAPS: tl.constexpr, PRICED: tl.constexpr, HOLD: tl.constexpr,
-    ADDITIVE: tl.constexpr, DROP: tl.constexpr, DENOMINATOR: tl.constexpr, ROUTED: tl.constexpr, COUNT: tl.constexpr,
-    PDL: tl.constexpr,
+    ADDITIVE: tl.constexpr, RANKS: tl.constexpr, LEVEL: tl.constexpr,
+    DROP: tl.constexpr, DENOMINATOR: tl.constexpr, ROUTED: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program t: the batch's active set, then ids [t, K], weights [t, K] float32 and counters of row t.
 
     ROWS is a power of two from the number of rows, or of chunks, up. ROUTED: a row that loses no route gets the given
     own_ids and own_weights, as they are. PRICED: every expert whose sum exceeds `price`, whatever the budget, and the
     one with the largest sum; with HOLD above 0 the price times scale_in, and row 0 writes the next layer's scale_out.
+    RANKS above 1: `home` [NP] int32 is the device of each expert, and the budget is one a device; or with LEVEL one of
+    all, after which every device is filled up to the load of the fullest.
     """
     row = tl.program_id(0)
     most = tl.load(budget)
@@ -71,6 +91,8 @@ def route_rows(
     ranked = tl.gather(probs, at, 0)
     own = place < K
     mass = mass_of(ranked, own)
+    if RANKS > 1:
+        device = tl.load(home + expert)
     if COUNT:
         before = tl.load(counters + row * FIELDS + field)
     if PDL:
@@ -96,17 +118,22 @@ def route_rows(
             factor = tl.load(scale_in)
             limit *= factor
         active = union & ((total > limit) | (expert == first))
-        if HOLD > 0:
-            if row == 0:
-                some = tl.sum(union.to(tl.int32), 0)
-                aim = tl.maximum(tl.minimum(most, some), 1).to(tl.float64)
-                excess = tl.sum(active.to(tl.int32), 0).to(tl.float64) - aim
-                change = tl.where(some > 0, HOLD * excess / aim, 0.0)
-                tl.store(scale_out, factor * (1.0 + change))
-    elif CAPS:
-        active = largest(total, union, most, NP)
-    else:
+    elif not CAPS:
         active = total > 0
+    elif (RANKS == 1) | LEVEL:
+        active = largest(total, union, most, NP)
+    if RANKS > 1:
+        room = most
+        if LEVEL:
+            room = fullest(active, device, RANKS)
+        active = largest_of_each(total, union, room, device, NP, RANKS)
+    if HOLD > 0:
+        if row == 0:
+            some = tl.sum(union.to(tl.int32), 0)
+            aim = tl.maximum(tl.minimum(most, some), 1).to(tl.float64)
+            excess = tl.sum(active.to(tl.int32), 0).to(tl.float64) - aim
+            change = tl.where(some > 0, HOLD * excess / aim, 0.0)
+            tl.store(scale_out, factor * (1.0 + change))
 
     voting, keeps = kind == VOTES, kind == KEEPS
     open_to_row = opened & (keeps | (active & voting))

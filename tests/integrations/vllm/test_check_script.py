@@ -70,12 +70,11 @@ def sound(script: Any, name: str) -> tuple[Answer, Answer]:
     case = script.CASES[name]
     dense, off = made_phase(script, case, False), made_phase(script, case, False)
     off["before"] = copy.deepcopy(off["states"])
-    path = "torch (no kernel)" if case.counts != "all" else "kernel"
     capped = made_phase(script, case, True)
     for state in capped["states"]:
-        state["path"] = path
+        state["path"] = "kernel"
     method = "Fp8OnlineMoEMethod" if name == "fp8" else "UnquantizedFusedMoEMethod"
-    log = f"x; {path} path, experts by {method}, 1 bytes\nCapturing CUDA graphs (decode, FULL): 100%"
+    log = f"x; kernel path, experts by {method}, 1 bytes\nCapturing CUDA graphs (decode, FULL): 100%"
     return {"phases": [made_phase(script, case, False)], "log": ""}, {"phases": [dense, capped, off], "log": log}
 
 
@@ -131,6 +130,7 @@ def never_compared(phase: Answer) -> None:
         ("tp2", 1, miscounted, "rank 1 counted"),
         ("ep2", 1, miscounted_rank, "rank 1 counted"),
         ("bf16", 1, other_path, "the path is 'torch (cuda)'"),
+        ("ep2_rank", 1, other_path, "the path is 'torch (cuda)'"),
         ("ep2", 1, apart, "ranks run different experts"),
         ("ep2_rank", 2, never_compared, "ranks compared"),
     ],

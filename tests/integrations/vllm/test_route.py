@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moebudget.integrations.vllm import hook
+from moebudget.integrations.vllm import hook, route
 from moebudget.integrations.vllm.board import KEEPS, PADDING, VOTES, Board
 from moebudget.integrations.vllm.route import KernelRouter, Router, Step, make_router
 from moebudget.integrations.vllm.spec import router_spec
 from moebudget.kernels import FusedRouter
 from moebudget.presets import parse
+from moebudget.types import LayerStats
 from tests.conftest import HIDDEN, KINDS, make_problem, over_kinds
 
 N, K, CPU = 64, 8, torch.device("cpu")
@@ -137,6 +138,24 @@ def fused(step: Problem, text: str, max_rows: int) -> FusedRouter:
 
 def test_router_on_the_cpu_claims_a_kernel() -> None:
     assert Problem("softmax", [VOTES]).router.path == "torch (cpu)"
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "why"),
+    [
+        ("base:budget=3,relative=1", 2, "no kernel for the score Relative"),
+        ("base_ep:budget=3", N + 1, "over 65 devices"),
+    ],
+)
+def test_router_on_a_gpu_hides_why_it_has_no_kernel(
+    text: str, devices: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(route, "TorchRouter", lambda *given: SimpleNamespace(path=given[-1]))
+    problem = make_problem("softmax", 2, N + 1, K)
+    stats = LayerStats({**problem.stats, "placement_device": torch.arange(N + 1) % devices})
+    made = make_router(parse(text), problem.spec, stats, hidden=HIDDEN, max_rows=2, device=torch.device("cuda"))
+    assert made.path.startswith(f"torch ({text}: ")
+    assert why in made.path
 
 
 class CPURouter:

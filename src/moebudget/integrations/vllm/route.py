@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moebudget.integrations.vllm.board import PADDING, VOTES
-from moebudget.kernels import FusedRouter, NotFusedError, lower
+from moebudget.kernels import FusedRouter, NotFusedError
 from moebudget.policy import Policy
 from moebudget.router import RouterSpec
 from moebudget.runtime import Holding, LayerRouter
@@ -62,10 +62,9 @@ def make_router(
         if device.type != "cuda":
             return TorchRouter(policy, spec, stats, device, f"torch ({device.type})")
         try:
-            lower(policy, spec)
+            return KernelRouter(FusedRouter(policy, spec, stats, hidden=hidden, max_rows=max_rows, device=device))
         except NotFusedError as reason:
             return TorchRouter(policy, spec, stats, device, f"torch ({reason})")
-        return KernelRouter(FusedRouter(policy, spec, stats, hidden=hidden, max_rows=max_rows, device=device))
 
 
 class TorchRouter:
