@@ -3,8 +3,8 @@
 
 python scripts/bench_decode.py qwen3-30b --batch 16 --budget 10 16 24 32 48 64
 
-With --together all engines start side by side, those of several models too, and are timed one after another when the
-last is ready; that needs --engine '{"kv_cache_memory_bytes": 4000000000, "gpu_memory_utilization": 0.1}'.
+With --together all engines start side by side, those of several models too, and are timed in turns when the last is
+ready; that needs --engine '{"kv_cache_memory_bytes": 4000000000, "gpu_memory_utilization": 0.1}'.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
         return
     engines = len(a.model) * (1 if a.no_off else 2)
     with multiprocessing.get_context("spawn").Manager() as manager, ThreadPoolExecutor(len(a.model)) as threads:
-        turn = Turn(manager.Barrier(engines), manager.Lock())
+        turn = Turn.of(manager, engines)
         for done in [threads.submit(run, model, turn) for model in a.model]:
             done.result()
 

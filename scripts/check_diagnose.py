@@ -4,7 +4,7 @@
     python scripts/check_diagnose.py                     # one H200, about three minutes
 
 One engine serves Qwen3-30B-A3B's sizes at 1, 16 and 256 rows, the other a model of tiny layers in eager mode, which
-the host binds. Both start side by side and are timed one after the other. A row of benchmarks/results/diagnose.jsonl
+the host binds. Both start side by side and are timed in turns. A row of benchmarks/results/diagnose.jsonl
 holds the answer and the one expected, and the price of an expert over what its bytes cost at the bandwidth of a copy,
 which should be 1 to within TOLERANCE where experts bind the step. The exit code is 1 if an answer or a price is off.
 """
@@ -71,7 +71,7 @@ def main() -> int:
     ):
         tiny = Path(folder, "config.json")
         tiny.write_text(json.dumps(TINY))
-        turn = Turn(manager.Barrier(2), manager.Lock())
+        turn = Turn.of(manager, 2)
         large = threads.submit(run, a.model, a.batch, LARGE, turn)
         small = threads.submit(run, str(tiny), [16], SMALL, turn)
         cases = [(a.model, EXPECTED.get(row["B"], ""), row) for row in large.result()]

@@ -50,7 +50,8 @@ def constants(results: Path, batch: int) -> dict[str, float]:
     def rows(name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (results / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
 
-    fits = [r for r in rows("decode") if r["bench"] == "decode_fit" and (r["model"], r["B"]) == ("qwen3-30b", batch)]
+    decode = [r for r in rows("decode") if r["bench"] == "decode_fit" and r.get("tp", 1) == 1]
+    fits = [r for r in decode if (r["model"], r["B"]) == ("qwen3-30b", batch)]
     link = rows("transfers")[-1]
     fit = TransferFit(link["t0_us"] * 1e-6, link["gb_a_second"] * 1e9)
     miss = 1e3 * (TENSORS * fit.t0 + EXPERT_BYTES / fit.bandwidth)

@@ -264,6 +264,35 @@ def speed_line(rows: list[Row]) -> str:
     )
 
 
+def one_gpu(rows: list[Row]) -> list[Row]:
+    return [r for r in rows if r.get("tp", 1) == 1]
+
+
+def ranks_table(rows: list[Row]) -> str:
+    """The last row of every model, policy and budget on several GPUs, beside the engine without the plugin."""
+    keys = ("model", "weights", "layers", "B", "tp", "ep", "policy", "M")
+    last = {tuple(r[k] for k in keys): r for r in rows if r["bench"] == "decode" and r.get("tp", 1) > 1}
+    if not last:
+        return "No rows yet: nothing was timed on several GPUs."
+    cells = []
+    for r in sorted(last.values(), key=lambda r: (*(r[k] for k in keys[:-1]), -r["M"])):
+        kind = f"EP = {r['ep']}" if r["ep"] > 1 else f"TP = {r['tp']}"
+        fullest = "" if r["max_fetched_per_rank"] is None else f"{r['max_fetched_per_rank']:.1f}"
+        off, same, noise = "", "", ""
+        if r["off_tpot_ms"] is not None:
+            off, same = f"{r['off_tpot_ms'] / r['tpot_ms']:.2f}", "yes" if r["off_same_tokens"] else "no"
+            off += f" ({r['off_tpot_ms']:.2f} ms)"
+        if r["spread"] is not None:
+            noise = f"{100 * r['spread']:.1f}"
+        cells.append([f"{r['model']}, {r['weights']}, {r['layers']} layers", kind, f"`{r['policy']}`", str(r["B"])])
+        cells[-1] += [f"M = {r['M']}", f"{r['fetched']:.1f}", fullest, f"{r['tpot_ms']:.2f}", noise, off]
+        cells[-1] += [same, r["path"]]
+    heads = ["model", "parallel", "policy", "B", "budget", "experts a layer", "of the fullest rank", "ms a step"]
+    heads += ["repeats apart, %", "times faster than without plugin", "same tokens without plugin and dense", "path"]
+    newest = max(last.values(), key=lambda r: r["date"])
+    return "\n\n".join([table(heads, cells, left=3), origin(newest, "decode.jsonl")])
+
+
 SPREAD = "docs/methods/spread.md"
 SPREAD_MODELS = {"": NAME, "equal-": "equal-loads-8m", "large-": "qwen3-moe-80m"}  # by prefix of the places
 
@@ -274,8 +303,9 @@ def blocks(
     """(page, place) -> text."""
     spread = {prefix: [r for r in quality if r["model"] == model] for prefix, model in SPREAD_MODELS.items()}
     return {
-        ("docs/vllm.md", "decode-table"): decode_table(decode),
-        ("README.md", "speed"): speed_line(decode),
+        ("docs/vllm.md", "decode-table"): decode_table(one_gpu(decode)),
+        ("docs/vllm.md", "ranks-table"): ranks_table(decode),
+        ("README.md", "speed"): speed_line(one_gpu(decode)),
         **{(SPREAD, place): text for place, text in spread_tables.blocks(spread, last_run).items()},
         (SPREAD, "hold-table"): spread_tables.hold_table([r for r in analysis if r["bench"] == "hold"]),
         ("docs/kernels.md", "routing-table"): routing_table(routing),

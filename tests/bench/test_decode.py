@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from moebudget.bench import decode
-from moebudget.bench.decode import ramp, rows_of, run_decode
+from moebudget.bench.decode import ramp, rows_of, run_decode, run_policies
 from moebudget.bench.engine import Plan, RandomWeights, Timing
 from moebudget.bench.sizes import SIZES, moe_facts, random_stats
 from moebudget.integrations.loading import MissingExtraError
 from moebudget.presets import parse
+
+DEMO = Path(decode.__file__).parents[1] / "demo/model"
 
 
 def timing(batch: int, budget: int, fetched: float, tpot: float) -> Timing:
@@ -50,9 +52,27 @@ def test_speedup_is_taken_against_another_setting() -> None:
     ]  # fmt: skip
     assert [r["speedup"] for r in rows if r["bench"] == "decode"] == pytest.approx([1.0, 12 / 5.6, 2.4, 1.0])
     assert [r["off_tpot_ms"] for r in rows if r["bench"] == "decode"] == [11.9, 11.9, 11.9, None]
+    assert [r["off_same_tokens"] for r in rows if r["bench"] == "decode"] == [False, False, False, None]
     assert rows[1]["gb_s"] == pytest.approx(16 * 10 * 4 / 5.6e-3 / 1e9)
     # On the line 4 + .1 x: 48 experts take 8.8, 10 take 5.
     assert rows[3]["speedup_at_union"] == pytest.approx({"128": 1.0, "16": 8.8 / 5.6, "10": 8.8 / 5.0})
+
+
+@pytest.mark.parametrize(
+    ("digests", "same"), [(("ab", "ab"), True), (("ab", "cd"), False), (("", ""), False), (("ab", ""), False)]
+)
+def test_engine_without_the_plugin_does_other_work(digests: tuple[str, str], same: bool) -> None:
+    found = [dataclasses.replace(timing(16, 64, 40.0, 9.0), digest=digests[0], tpots=(9.0, 9.9, 9.3))]
+    off = [Timing(16, None, 8.0, 80, digest=digests[1], tpots=(8.8, 8.0))]
+    [row] = rows_of(Plan("m", True, (16,)), "m", "p", found, off, None)
+    assert row["off_same_tokens"] is same
+    assert (row["digest"], row["spread"]) == (digests[0], pytest.approx(0.1))
+    assert (row["dense_spread"], row["off_spread"]) == (pytest.approx(0.1), pytest.approx(0.1))
+
+
+@pytest.mark.parametrize("tpots", [(), (3.0,), (-0.1, 3.0)])
+def test_single_time_has_a_spread(tpots: tuple[float, ...]) -> None:
+    assert Timing(16, None, 3.0, 80, tpots=tpots).spread is None
 
 
 def test_uneven_budgets_bend_the_line_they_are_held_against() -> None:
@@ -74,6 +94,46 @@ def test_ramp_has_another_mean_or_leaves_the_limits(budget: int, layers: int, ex
     assert 1 <= min(budgets) <= max(budgets) <= experts
     if 2 < budget < experts:
         assert max(budgets) - min(budgets) >= min(budget, 2 * (experts - budget)) - 1
+
+
+def test_experts_of_all_ranks_are_charged_to_one_gpu() -> None:
+    """Two ranks: the fullest sets the pace, and there is no line in the sum."""
+    engine = (("tensor_parallel_size", 2), ("enable_expert_parallel", True))
+    found = [dataclasses.replace(t, ranks=2, by_rank=(1.0, 2.0), fullest=0.6 * (t.fetched or 0)) for t in FOUND[:3]]
+    rows = list(rows_of(Plan("m", True, (16,), engine=engine), "m", "base:budget=16", found, [], None))
+    assert [r["bench"] for r in rows] == ["decode"] * 3
+    assert {(r["tp"], r["ep"]) for r in rows} == {(2, 2)}
+    assert [r["max_fetched_per_rank"] for r in rows] == pytest.approx([48.0, 9.6, 6.0])
+    assert rows[0]["fetched_per_rank"] == [1.0, 2.0]
+    assert rows[1]["gb_s"] == pytest.approx(9.6 * 10 * 4 / 5.6e-3 / 1e9)
+    alone = list(rows_of(Plan("m", True, (16,), engine=engine[:1]), "m", "base:budget=16", FOUND[:3], [], None))
+    assert {(r["tp"], r["ep"]) for r in alone} == {(2, 1)}
+    assert alone[-1]["bench"] == "decode_fit"
+    assert alone[0]["max_fetched_per_rank"] is None
+
+
+def test_policies_are_timed_beside_another_engine_than_the_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[Any, ...]] = []
+
+    def timed(arguments: tuple[Any, ...]) -> list[Timing]:
+        started.append(arguments)
+        _, policy, _, budgets, _ = arguments
+        if policy is None:
+            return [Timing(16, None, 11.0, 80)]
+        return [timing(16, m, m, 4 + m / 10 + ("ep" in policy)) for m in budgets[16]]
+
+    monkeypatch.setattr(decode, "_apart", timed)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    asked = {"base:budget=16": [16], "base_ep:budget=8": [8]}
+    engine = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    rows = [r for r in run_policies("qwen1.5-moe", asked, **engine) if r["bench"] == "decode"]
+    assert [(r["policy"], r["M"]) for r in rows] == [
+        ("base:budget=16", 60), ("base:budget=16", 16), ("base_ep:budget=8", 60), ("base_ep:budget=8", 8),
+    ]  # fmt: skip
+    assert [r["tpot_ms"] for r in rows] == pytest.approx([10.0, 5.6, 11.0, 5.8])
+    assert {r["off_tpot_ms"] for r in rows} == {11.0}
+    assert [policy for _, policy, *_ in started] == [None, *asked]
+    assert {plan.engine for plan, *_ in started} == {tuple(engine.items())}
 
 
 def test_union_of_one_batch_size_is_used_for_another() -> None:
@@ -122,6 +182,23 @@ def test_random_layers_are_alike_or_of_another_scale() -> None:
         ),
         ({"name": "qwen3-30b", "budgets": {16: [8], 4: [0]}, "batches": [16, 4]}, ValueError, "budget=0 must be"),
         ({"name": "qwen3-30b", "policy": "exfold:budget=4"}, ValueError, "random statistics have no fold_loss"),
+        ({"name": str(DEMO), "policy": "base:budget=4"}, ValueError, "reads predictor_bias, predictor_weight: give"),
+        (
+            {"name": "qwen3-30b", "tensor_parallel_size": 4},
+            ValueError,
+            r"ask for 4 GPUs \(tensor_parallel_size=4\), and 2 are visible",
+        ),
+        ({"name": "qwen3-30b", "policy": "base_ep:budget=4"}, ValueError, "looks at the devices of experts"),
+        (
+            {"name": "qwen3-30b", "policy": "base:budget=4,level=yes", "tensor_parallel_size": 2},
+            ValueError,
+            "and enable_expert_parallel=True",
+        ),
+        (
+            {"name": "qwen3-30b", "uneven": [4], "tensor_parallel_size": 2, "enable_expert_parallel": True},
+            ValueError,
+            r"uneven=\[4\] is held against a line",
+        ),
     ],
 )
 def test_wrong_argument_starts_an_engine(
@@ -129,6 +206,8 @@ def test_wrong_argument_starts_an_engine(
 ) -> None:
     monkeypatch.setattr(decode, "_apart", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(error, match=says):
         run_decode(**arguments)
 

@@ -202,6 +202,22 @@ def test_flat_line_prices_experts() -> None:
     assert alone["latency-qwen3-30b-16"].title.startswith("Fewer experts do not make this step faster: -1.0 µs")
 
 
+def test_times_on_two_gpus_are_drawn_among_those_of_one() -> None:
+    one = [
+        {**row, "policy": "base:budget=16", "fetched_by_layer": [row["fetched"]] * 2}
+        if row["bench"] == "decode"
+        else row
+        for row in rows()
+    ]
+    later = {"tp": 2, "ep": 2, "date": "2026-12-31T00:00:00Z"}
+    two = [
+        {**row, **later, "tpot_ms": 99.0, "fetched": 1.0, "fetched_by_layer": [1.0] * 2, "b_ms": 7.0} for row in one
+    ]
+    mixed, alone = figures([*one, *(r for r in two if r["bench"] in ("decode", "decode_fit"))]), figures(one)
+    assert {name: chart.cells for name, chart in mixed.items()} == {name: c.cells for name, c in alone.items()}
+    assert {name: chart.title for name, chart in mixed.items()} == {name: c.title for name, c in alone.items()}
+
+
 def test_time_of_another_batch_size_is_used() -> None:
     other = [{**row, "B": 32} if row["bench"] == "decode_fit" else row for row in rows()]
     assert not [name for name in figures(other) if name.endswith("-time")]

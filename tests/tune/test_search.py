@@ -205,6 +205,15 @@ def test_timing_of_another_model_batch_or_an_estimate_is_taken(tmp_path: Path) -
         read_timing(path, FACTS, 16)
 
 
+def test_times_on_two_gpus_price_an_expert_on_one(tmp_path: Path) -> None:
+    path = tmp_path / "timing.jsonl"
+    rows = [
+        {"bench": "decode", "model": "m", "B": 16, "date": "d", "fetched": m, "tpot_ms": 2 + m / 10} for m in range(4)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *({**r, "tp": 2, "tpot_ms": 9} for r in rows)]))
+    assert read_timing(path, FACTS, 16).b == pytest.approx(0.1)
+
+
 def test_line_of_bench_decode_is_another() -> None:
     """Against the fit that the bench itself has written beside its rows."""
     rows = [json.loads(line) for line in (RESULTS / "decode.jsonl").read_text().splitlines()]

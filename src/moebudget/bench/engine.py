@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from threading import BrokenBarrierError
 from typing import Any
 
 import numpy as np
@@ -46,21 +50,45 @@ class Timing:
     layers: int = 0
     by_layer: tuple[float, ...] = ()
     budgets: tuple[int, ...] = ()  # one a layer, where they differ; `budget` is their mean
+    tpots: tuple[float, ...] = ()  # of each repeat alone, ms
+    digest: str = ""  # of all tokens in the order of the requests; empty if the repeats differ
+    ranks: int = 1  # that experts are spread over
+    by_rank: tuple[float, ...] = ()  # fetched a layer and step by each of several ranks
+    fullest: float | None = None  # the same of the rank that fetches most in each layer and step
+
+    @property
+    def spread(self) -> float | None:
+        """How far the repeats' times lie apart, max / min - 1; None for a single one or one below 0."""
+        if len(self.tpots) < 2 or min(self.tpots) <= 0:
+            return None
+        return max(self.tpots) / min(self.tpots) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Engines that start side by side wait for each other and are timed one after another."""
+    """Engines that start side by side wait for each other; then one at a time runs, in the order in which they ask.
+
+    An engine that asks again stands behind all that wait, so that equal engines alternate.
+    """
 
     started: Any  # a manager's Barrier for all of them
-    timing: Any  # a manager's Lock
+    asked: Any  # a manager's Condition
+    line: Any  # a manager's list: who runs, and who waits
+
+    @classmethod
+    def of(cls, manager: Any, engines: int) -> Turn:
+        return cls(manager.Barrier(engines), manager.Condition(), manager.list())
 
     def __enter__(self) -> None:
-        self.started.wait(START)
-        self.timing.acquire()
+        me = uuid.uuid4().hex
+        with self.asked:
+            self.line.append(me)
+            self.asked.wait_for(lambda: self.line[0] == me)
 
     def __exit__(self, *_: object) -> None:
-        self.timing.release()
+        with self.asked:
+            self.line.pop(0)
+            self.asked.notify_all()
 
 
 class RandomWeights:
@@ -95,8 +123,8 @@ def decode(
 ) -> list[Timing]:
     """Start one engine and time each batch size at its budgets. Without a policy and budgets the plugin stays out.
 
-    A tuple is one budget a layer. Turns over the budgets interleave, so that a slow moment of the machine hits all
-    alike.
+    A tuple is one budget a layer. Turns over the budgets interleave, and with `turn` those of all engines do, so that
+    a slow moment of the machine hits all alike.
     """
     from vllm import LLM, SamplingParams
 
@@ -112,36 +140,45 @@ def decode(
         llm.collective_rpc("randomize_weights", args=(0,))
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
 
-    def generate(batch: int, tokens: int) -> float:
-        """Seconds for `batch` prompts of their own and `tokens` tokens each."""
+    def generate(batch: int, tokens: int) -> tuple[float, str]:
+        """Seconds for `batch` prompts of their own and `tokens` tokens each, and a digest of these."""
         ids = np.random.default_rng(batch).integers(0, vocabulary, (batch, plan.prompt))
         prompts = [{"prompt_token_ids": row.tolist()} for row in ids]
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         start = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
-        return time.perf_counter() - start
+        done = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        made = json.dumps([list(request.outputs[0].token_ids) for request in done])
+        return seconds, hashlib.sha256(made.encode()).hexdigest()[:16]
 
     def times() -> Iterator[Timing]:
         for batch in plan.batches:
-            generate(batch, 8)
             asked: Sequence[int | tuple[int, ...] | None] = budgets.get(batch) or (None,)
             seconds: list[list[tuple[float, float]]] = [[] for _ in asked]
+            digests: list[list[str]] = [[] for _ in asked]
             states: list[list[Any]] = [[] for _ in asked]
-            for _ in range(plan.repeats):
-                for budget, taken, seen in zip(asked, seconds, states, strict=True):
-                    if budget is not None:
-                        value = list(budget) if isinstance(budget, tuple) else budget
-                        llm.collective_rpc("moebudget_set", args=(value,))
-                    generate(batch, 4)
-                    first = generate(batch, 1)
-                    before = None if budget is None else llm.collective_rpc("moebudget_state")[0]
-                    taken.append((first, generate(batch, 1 + plan.tokens)))
-                    if budget is not None:
-                        seen.append((before, llm.collective_rpc("moebudget_state")[0]))
-            for budget, taken, seen in zip(asked, seconds, states, strict=True):
+            for repeat in range(plan.repeats):
+                with nullcontext() if turn is None else turn:
+                    if repeat == 0:
+                        generate(batch, 8)
+                    for budget, taken, made, seen in zip(asked, seconds, digests, states, strict=True):
+                        if budget is not None:
+                            value = list(budget) if isinstance(budget, tuple) else budget
+                            llm.collective_rpc("moebudget_set", args=(value,))
+                        generate(batch, 4)
+                        first, _ = generate(batch, 1)
+                        before = None if budget is None else llm.collective_rpc("moebudget_state")[0]
+                        whole, digest = generate(batch, 1 + plan.tokens)
+                        taken.append((first, whole))
+                        made.append(digest)
+                        if budget is not None:
+                            seen.append((before, llm.collective_rpc("moebudget_state")[0]))
+            for budget, taken, made, seen in zip(asked, seconds, digests, states, strict=True):
                 first, whole = (min(times) for times in zip(*taken, strict=True))
                 tpot, speed = 1e3 * (whole - first) / plan.tokens, batch * (1 + plan.tokens) / whole
                 counts = _counts(seen)
+                counts["tpots"] = tuple(1e3 * (w - f) / plan.tokens for f, w in taken)
+                counts["digest"] = made[0] if len(set(made)) == 1 else ""
                 if isinstance(budget, tuple):
                     counts["budgets"], budget = budget, round(sum(budget) / len(budget))
                 timing = Timing(batch, budget, tpot, speed, **counts)
@@ -149,8 +186,13 @@ def decode(
                 yield timing
 
     try:
-        with nullcontext() if turn is None else turn:
-            return list(times())
+        if turn is not None:
+            turn.started.wait(START)
+        found = list(times())
+        if turn is not None:
+            with suppress(BrokenBarrierError):  # another engine failed
+                turn.started.wait(START)  # taking an engine down would disturb the last to be timed
+        return found
     finally:
         llm.llm_engine.engine_core.shutdown()  # or this process waits for the engine's forever
 
@@ -174,4 +216,18 @@ def _counts(states: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str
         "path": after["path"],
         "expert_bytes": after["fetched_bytes_per_expert"],
         "layers": len(layers),
+        **_by_rank([(a["expert_parallel"], b["expert_parallel"]) for a, b in states], steps),
+    }
+
+
+def _by_rank(states: Sequence[tuple[dict[str, Any] | None, dict[str, Any] | None]], steps: float) -> dict[str, Any]:
+    """What each expert-parallel rank fetched, a layer and step; nothing without such ranks."""
+    both = [(a, b) for a, b in states if a is not None and b is not None]
+    if not both:
+        return {}
+    ranks = both[0][1]["ranks"]
+    return {
+        "ranks": ranks,
+        "by_rank": tuple(sum(b["fetched"][r] - a["fetched"][r] for a, b in both) / steps for r in range(ranks)),
+        "fullest": sum(b["fetched_most"] - a["fetched_most"] for a, b in both) / steps,
     }

@@ -46,6 +46,6 @@ HOW = "measure: moebudget diagnose MODEL --engine vllm --batch {batch} --results
 def _points(row: dict[str, Any]) -> list[tuple[float, float]]:
     if row.get("bench") == "diagnose" and row.get("engine") != "none":
         return [(x, ms) for x, ms, _ in row["points"]]
-    if row.get("bench") == "decode":
+    if row.get("bench") == "decode" and row.get("tp", 1) == 1:  # the price of an expert on one GPU
         return [(row["fetched"], row["tpot_ms"])]
     return []

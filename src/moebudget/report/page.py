@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moebudget.report import quality, speed, studies
-from moebudget.report.rows import KINDS, Row, groups, is_quality, of, read_rows
+from moebudget.report.rows import KINDS, Row, groups, is_quality, of, read_rows, several_devices
 from moebudget.report.style import Chart, inline_svg, styled, svg
 
 STUDIES = ("selection", "fill", "batch_size")
@@ -27,6 +27,7 @@ class Section:
 
 def sections(rows: Sequence[Row]) -> list[Section]:
     """Everything that can be drawn from the rows; kinds that are missing are left out."""
+    rows = [row for row in rows if not several_devices(row)]
     every = groups(rows)
     main = [group for group in every if group.bench not in STUDIES]
     sizes = [group for group in every if group.bench == "batch_size"]
@@ -60,7 +61,7 @@ def build(paths: Sequence[Path], out: Path, *, plots: Path | None = None, title:
     made = sections(rows)
     calibrations = of(rows, "calibration")
     if not made and not calibrations:
-        kinds = ", ".join(sorted({row["bench"] for row in rows}))
+        kinds = ", ".join(sorted({_kind(row) for row in rows}))
         raise ValueError(f"nothing to draw in rows of kind {kinds}; drawn are: eval, {', '.join(KINDS)}")
     charts = [chart for section in made for chart in section.charts]
     text = _render(rows, made, calibrations, paths, title or "What fewer experts cost, and what they save")
@@ -105,10 +106,14 @@ def _render(
         calibrations=calibrations,
         runs=list(_runs(rows)),
         kinds=sorted(drawn.items()),
-        aside=sorted({r["bench"] for r in rows if r["bench"] not in KINDS and not is_quality(r)}),
+        aside=sorted({_kind(r) for r in rows if _kind(r) not in KINDS and not is_quality(r)}),
         files=[path.name for path in paths],
         version=version("moebudget"),
     )
+
+
+def _kind(row: Row) -> str:
+    return f"{row['bench']} on several GPUs" if several_devices(row) else str(row["bench"])
 
 
 def _runs(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:

@@ -119,6 +119,11 @@ def of(rows: Sequence[Row], bench: str) -> list[Row]:
     return [row for row in rows if row["bench"] == bench]
 
 
+def several_devices(row: Row) -> bool:
+    """Whether a row's step ran on several GPUs; no chart holds such rows beside those of one."""
+    return bool(row.get("tp", 1) > 1)
+
+
 def above(row: Row) -> float:
     """Loss above the unchanged model, nats a token."""
     return float(row["nll"] - row["dense_nll"])
