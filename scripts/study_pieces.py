@@ -21,7 +21,18 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]
-from study_spread import AIMS, BOTH, ROUNDS, SOLVED, TOKENS, Study, allocation_windows, arguments, file_of
+from study_spread import (
+    AIMS,
+    BOTH,
+    ROUNDS,
+    SOLVED,
+    TOKENS,
+    Study,
+    allocation_windows,
+    arguments,
+    file_of,
+    task_windows,
+)
 
 from moebudget import provenance
 from moebudget.allocate import allocate, sketch
@@ -124,6 +135,7 @@ def main() -> None:
     ap.add_argument("--items", type=int, default=60, help="of each task, for `combined`")
     ap.add_argument("--search", type=int, default=32, help="of 256 tokens to choose denominators and shares on")
     ap.add_argument("--fit", type=int, default=256, help="of 256 tokens to fit sketches on")
+    ap.add_argument("--tasks", action="store_true", help="a third of these of task documents")
     a = ap.parse_args()
     study = Study(a)
     for stage in a.stages:
@@ -144,9 +156,11 @@ def main() -> None:
         if stage == "sketch":
             corpus = calibration_corpus(study.tokenizer, study.entries, TOKENS)
             packed = pack([corpus.fit.ids[corpus.fit.mask].tolist()], WINDOW + 1, None)
-            sketch(study.model, known, load_windows(packed.ids, packed.mask, a.fit), rank=max(RANKS)).save(
-                a.folder / "sketch.safetensors"
+            tasks = (
+                task_windows(study.tokenizer, a.fit // 3) if a.tasks else torch.empty(0, WINDOW + 1, dtype=torch.long)
             )
+            windows = torch.cat([load_windows(packed.ids, packed.mask, a.fit - len(tasks)), tasks])
+            sketch(study.model, known, windows, rank=max(RANKS)).save(a.folder / "sketch.safetensors")
             continue
         windows = allocation_windows(study.tokenizer, study.entries, a.search)
         if stage == "denominators":
