@@ -60,7 +60,7 @@ class Case:
 EP = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 CASES = {
     "bf16": Case(),
-    "fp8": Case({"quantization": "fp8"}, "Fp8.*"),
+    "fp8": Case({"quantization": "fp8"}, experts_by="Fp8.*"),
     "lora": Case({"enable_lora": True, "max_lora_rank": RANK}, adapter=True),
     "returned": Case({"enable_return_routed_experts": True}),
     "tp2": Case({"tensor_parallel_size": 2}, debug=True, gpus=2),
@@ -245,8 +245,10 @@ def judge(case: Case, mode: str, plain: dict[str, Any], capped: dict[str, Any], 
         *check_capped(case, six),
         *check_ranks(case, [*capped["phases"]]),
     ]
-    if off["states"][0]["counters"] != off["before"][0]["counters"]:
-        wrong.append("switched off: steps were counted")
+    then, now = off["before"][0]["counters"], off["states"][0]["counters"]
+    moved = {name: (then[name], now[name]) for name in now if now[name] != then[name]}
+    if moved:
+        wrong.append(f"switched off: these were counted on: {moved}")
     if case.adapter:
         bare = plain["phases"][1]["tokens"]
         same = [i for i in range(1, len(bare), 2) if bare[i] == first["tokens"][i]]

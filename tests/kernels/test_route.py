@@ -14,7 +14,7 @@ import moebudget.kernels
 from moebudget.kernels import FusedRouter, NotFusedError, fused, lower
 from moebudget.policy import Policy
 from moebudget.presets import EXAMPLES, parse
-from moebudget.runtime import LayerRouter, chain, count_step
+from moebudget.runtime import FIELDS, LayerRouter, chain, count_step
 from moebudget.types import LayerStats, MissingStatisticError, Routing
 from tests.conftest import KINDS, Problem, make_problem
 
@@ -142,9 +142,11 @@ def test_row_that_keeps_its_routes_is_changed_or_votes(kind: str, text: str) -> 
 )
 def test_given_routes_are_recomputed(kind: str, text: str) -> None:
     """Logits tie, the given ids break ties to the higher index, come in another order and type, and are not in choice
-    order; the given weights are marked, so that a recomputed one shows.
+    order; the given weights are marked, so that a recomputed one shows. The row that keeps its routes holds NaN, as
+    padding does in an engine that is switched off: nobody's business.
     """
     problem = garbage(make_problem(kind, 5, 16, 3))
+    problem.hidden[3, 0] = problem.logits[3, 1] = math.nan
     problem = dataclasses.replace(problem, logits=(problem.logits * 2).round() / 2)
     policy, state = parse(text), torch.tensor([1, 0, 1, 2, 1], dtype=torch.int8)
     turned = problem.spec(
@@ -154,10 +156,12 @@ def test_given_routes_are_recomputed(kind: str, text: str) -> None:
     batch = problem.spec(problem.hidden, problem.logits, bias=problem.bias, live=state == 1, routes=routes)
     wanted = policy(batch, problem.stats)
     given = Routing(routes[0].to(torch.int32).to(DEVICE), routes[1].to(DEVICE))
-    given.ids[1] = -1  # as vLLM marks padding
+    given.ids[1], given.weights[3] = -1, 0.5  # as vLLM marks padding; and other than NaN
     out = Routing(torch.full_like(given.ids, -7), torch.full_like(given.weights, 1e30))
     to = [None if x is None else x.to(DEVICE) for x in (problem.hidden, problem.logits, state, problem.bias)]
-    router_of(problem, policy)(*to, out=out, routes=given)
+    router = router_of(problem, policy)
+    router(*to, out=out, routes=given)
+    assert router.totals[FIELDS.index("nonfinite")] == 1  # the one row that votes
 
     def spread(ids: Tensor, weights: Tensor) -> Tensor:
         return torch.zeros(5, 16).scatter_add(-1, ids.cpu().long(), weights.cpu())

@@ -38,6 +38,15 @@ def has_below(places, limit, rows, NP: tl.constexpr):
 
 
 @triton.jit
+def judged(kind, sound, ROUTED: tl.constexpr):
+    """A row's kind, BROKEN if its own routes had to be found, or it votes, and it holds a value that is not finite."""
+    real = kind != PADDING
+    if ROUTED:
+        real = kind == VOTES
+    return tl.where(real & (sound == 0), BROKEN, kind)
+
+
+@triton.jit
 def settle(
     logits, runs, kinds, ids, counters, logits_stride, T, N,
     NP: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, COUNT: tl.constexpr,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moebudget.kernels.batch import BROKEN, PADDING, VOTES, add_rows
+from moebudget.kernels.batch import VOTES, add_rows, judged
 from moebudget.kernels.rows import (
     TINY,
     load_logits,
@@ -122,7 +122,7 @@ def score_rows(
         tl.store(score + row * NP + expert, tl.where(scored & voting, value, -1.0))
     if part == 0:
         sound = finite & (tl.sum(nonzero, 0) == 0)
-        tl.store(kinds + row, tl.where((kind != PADDING) & (sound == 0), BROKEN, kind).to(tl.int8))
+        tl.store(kinds + row, judged(kind, sound, ROUTED).to(tl.int8))
     if CHUNK > 0:
         chunk = row // CHUNK
         programs = tl.minimum(CHUNK, T - chunk * CHUNK) * SPLIT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moebudget.kernels.batch import BROKEN, FIELDS, KEEPS, PADDING, VOTES, field_of
+from moebudget.kernels.batch import BROKEN, FIELDS, KEEPS, PADDING, VOTES, field_of, judged
 from moebudget.kernels.rows import (
     any_bad,
     likeliest,
@@ -51,7 +51,7 @@ def leave_row(
         carries = (place < K) & (probs != 0.0)
     route = place < K
     sound = finite & (tl.sum(nonzero, 0) == 0)
-    kind = tl.where((kind != PADDING) & (sound == 0), BROKEN, kind)
+    kind = judged(kind, sound, ROUTED)
     voting = kind == VOTES
     tl.store(kinds + row, kind.to(tl.int8))
     WIDTH: tl.constexpr = 32 if NP > 32 else NP

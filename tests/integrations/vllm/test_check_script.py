@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moebudget.presets import parse
+
 SCRIPT = Path(__file__).parents[3] / "scripts" / "check_vllm.py"
 Answer = dict[str, Any]
 
@@ -127,6 +129,7 @@ def never_compared(phase: Answer) -> None:
         ("bf16", 0, other_token, "budget 32: 1 of 9 requests have other tokens"),
         ("bf16", 0, changed_prefill, "budget 32: rows ran other experts than the router returned"),
         ("bf16", 2, other_token, "switched off: 1 of 9 requests have other tokens"),
+        ("bf16", 2, miscounted, "switched off: these were counted on: {'fetched'"),
         ("tp2", 1, miscounted, "rank 1 counted"),
         ("ep2", 1, miscounted_rank, "rank 1 counted"),
         ("bf16", 1, other_path, "the path is 'torch (cuda)'"),
@@ -139,6 +142,11 @@ def test_wrong_engine_passes(script: Any, name: str, where: int, spoil: Callable
     plain, capped = sound(script, name)
     spoil(capped["phases"][where])
     assert any(says in wrong for wrong in script.judge(script.CASES[name], "graph", plain, capped, True))
+
+
+def test_a_case_has_settings_that_an_engine_refuses(script: Any) -> None:
+    for case in script.CASES.values():
+        assert parse(case.policy).budget
 
 
 def test_engine_that_did_not_start_or_captured_nothing_passes(script: Any) -> None:
