@@ -31,7 +31,7 @@ def main() -> None:
     ap.add_argument("--batch", nargs="*", type=int, default=BATCHES)
     ap.add_argument("--tokens", type=int, default=384)
     ap.add_argument("--prompt", type=int, default=128)
-    ap.add_argument("--repeats", type=int, default=2, help="turns over all settings; of each the fastest counts")
+    ap.add_argument("--repeats", type=int, default=3, help="turns over all settings; of each the median counts")
     ap.add_argument("--stats", help="of a model that is a folder")
     ap.add_argument("--union", type=float)
     ap.add_argument("--uneven", nargs="*", type=int, default=[], help="average budgets to time unevenly as well")

@@ -54,13 +54,17 @@ def times_table(rows: list[Row]) -> str:
         for r in mine:
             label = "dense, with hooks" if r["policy"] == "dense" else named(r["policy"])
             cells.append([label, str(r["B"]), str(r["slots"]), f"{r['tpot_ms']:.2f}"])
-            cells[-1] += [f"{-100 * r['reduction']:+.1f} %", f"{r['hits']:.1f}", f"{r['misses']:.1f}"]
+            cells[-1] += [
+                "" if r["policy"] == "lfu" else f"{-100 * r['reduction']:+.0f} %",
+                f"{r['hits']:.1f}",
+                f"{r['misses']:.1f}",
+            ]
             cells[-1] += [f"{r['mb_a_step']:,.1f}", "" if r["copies_ms"] is None else f"{r['copies_ms']:.2f} ms"]
         parts += [
             f"**{model}**: {first['layers']} layers of {first['N']} experts, {first['K']} a token, "
             f"{first['expert_bytes'] / 1e6:.2f} MB each; torch {first['versions']['torch']}, transformers "
-            f"{first['versions']['transformers']}, {first['steps']} steps, mean of {len(first['tpot_rounds_ms'])} "
-            "rounds; hits and misses a layer and step.",
+            f"{first['versions']['transformers']}, {first['steps']} steps, the fastest of "
+            f"{len(first['tpot_rounds_ms'])} rounds; hits and misses a layer and step.",
             table(heads, cells),
         ]
     return "\n\n".join([*parts, origin(rows[-1], FILE)])

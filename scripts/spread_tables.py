@@ -207,6 +207,46 @@ def singles_table(rows: list[Row]) -> str:
     )
 
 
+def sketch_table(rows: list[Row]) -> str:
+    """Sketches of lost experts with and without an allocation: loss on the text, accuracy on the tasks."""
+    once = {(r["target"], r["method"]): r for r in rows}
+    cells = [
+        [str(target or ""), method, f"`{r['policy']}`", counted(r) if target else "0", f"{r['task_fetched']:.1f}",
+         pm(r["task_avg"], r["task_ci95"], 1)]
+        for (target, method), r in sorted(once.items(), key=lambda item: item[0][0])
+    ]  # fmt: skip
+    heads = ["at", "rule", "policy", "loss above dense", "experts on tasks", "tasks, %"]
+    about = f"Sketches of rank {rows[0]['rank']}; {rows[0]['items']:,} items."
+    return "\n\n".join([about, table(heads, cells, left=3), source(rows[0])])
+
+
+def trainings_table(of: dict[str, list[Row]]) -> str:
+    """A line a training and text of the allocation: `spread` over BASE, on text and on the tasks."""
+    cells = []
+    for name, rows in of.items():
+        plain = {(r["method"], r["target"]): r for r in newest(rows, "spread")}
+        answers = {(r["method"], r["target"]): r for r in newest(rows, "spread_tasks")}
+        found = {"text": (plain, answers)}
+        for r in newest(rows, "spread_mixed") if any(r["bench"] == "spread_mixed" for r in rows) else ():
+            mine = found.setdefault(r["allocated_on"], ({}, {}))
+            for part in mine:
+                part[r["method"], r["target"]] = r
+        for where, (losses, accuracies) in found.items():
+            cells.append([name, where])
+            cells[-1] += [
+                f"{above(losses['spread', m]) / above(losses['BASE', m]):.2f}" if ("spread", m) in losses else ""
+                for m in (10, 16)
+            ]
+            for m in (10, 16):
+                for method in ("BASE", "spread"):
+                    r = accuracies.get((method, m))
+                    cells[-1].append("" if r is None else pm(r["task_avg"], r["task_ci95"], 1))
+            cells[-1].append(f"{next(iter(accuracies.values()))['items']:,}")
+    heads = ["training", "allocated on", "loss over BASE's at 10", "at 16"]
+    heads += [f"tasks, %: {method} at {m}" for m in (10, 16) for method in ("BASE", "spread")]
+    return table([*heads, "items"], cells, left=2)
+
+
 TABLES: dict[str, Callable[[list[Row]], str]] = {
     "spread-table": targets_table,
     "pieces-table": pieces_table,
@@ -214,18 +254,25 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "sizes-table": sizes_table,
     "domains-table": domains_table,
     "mixed-table": mixed_table,
-}  # by place in the page; those of the large model begin with `large-`
+    "sketch-table": sketch_table,
+}  # by place in the page, after the prefix of the model
 BENCHES = {"spread-table": "spread", "pieces-table": "spread"}  # of a table, where it is not `spread_` and its name
 
 
-def blocks(of: dict[str, list[Row]], last_run: Callable[[list[Row], str], list[Row]]) -> dict[str, str]:
+def newest(rows: list[Row], bench: str) -> list[Row]:
+    """The rows of a study at its last commit, whatever the number of runs."""
+    mine = [r for r in rows if r["bench"] == bench]
+    return [r for r in mine if r["commit"] == mine[-1]["commit"]]
+
+
+def blocks(of: dict[str, list[Row]]) -> dict[str, str]:
     """Place -> text, for the rows of each model by prefix; a table without rows is left out."""
     found = {}
     for prefix, rows in of.items():
         for place, make in TABLES.items():
             bench = BENCHES.get(place, f"spread_{place.removesuffix('-table')}")
             if any(r["bench"] == bench for r in rows):
-                found[prefix + place] = make(last_run(rows, bench))
+                found[prefix + place] = make(newest(rows, bench))
         singles = [r for r in rows if r["bench"] == "pieces2"]
         if singles:
             found[prefix + "singles-table"] = singles_table(singles)

@@ -167,7 +167,7 @@ def main() -> None:
             settings: dict[str, Any] = {"averages": (10, 16), "rounds": 0, "fill": "by_layer"}
         else:
             settings = {"averages": SOLVED, "rounds": ROUNDS, "gains": "gradient"}
-        found = allocate(study.model, known, windows, batch=BATCH, prices=False, **settings)
+        found = allocate(study.model, known, windows, batch=BATCH, prices=False, least=1, **settings)
         found.save(a.folder / ("by_layer.safetensors" if stage == "denominators" else "gradient.safetensors"))
         study.say(f"{stage}: {found.info['allocation']}")
 

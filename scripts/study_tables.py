@@ -294,19 +294,28 @@ def ranks_table(rows: list[Row]) -> str:
 
 
 SPREAD = "docs/methods/spread.md"
-SPREAD_MODELS = {"": NAME, "equal-": "equal-loads-8m", "large-": "qwen3-moe-80m"}  # by prefix of the places
+LARGE = "docs/methods/spread-large.md"
+SPREAD_MODELS = {"": NAME, "equal-": "equal-loads-8m"}  # by prefix of the places
+LARGE_MODELS = {"one-": "qwen3-moe-80m-seed1", "two-": "qwen3-moe-80m-seed2", "first-": "qwen3-moe-80m"}
+TRAININGS = {"82M, one": "one-", "82M, two": "two-", "82M, the first": "first-"}
 
 
 def blocks(
     quality: list[Row], analysis: list[Row], routing: list[Row], decode: list[Row]
 ) -> dict[tuple[str, str], str]:
     """(page, place) -> text."""
-    spread = {prefix: [r for r in quality if r["model"] == model] for prefix, model in SPREAD_MODELS.items()}
+    spread, large = (
+        {prefix: [r for r in quality if r["model"] == model] for prefix, model in models.items()}
+        for models in (SPREAD_MODELS, LARGE_MODELS)
+    )
+    trainings = {name: large[prefix] for name, prefix in TRAININGS.items()}
     return {
         ("docs/vllm.md", "decode-table"): decode_table(one_gpu(decode)),
         ("docs/vllm.md", "ranks-table"): ranks_table(decode),
         ("README.md", "speed"): speed_line(one_gpu(decode)),
-        **{(SPREAD, place): text for place, text in spread_tables.blocks(spread, last_run).items()},
+        **{(SPREAD, place): text for place, text in spread_tables.blocks(spread).items()},
+        **{(LARGE, place): text for place, text in spread_tables.blocks(large).items()},
+        (SPREAD, "trainings-table"): spread_tables.trainings_table(trainings),
         (SPREAD, "hold-table"): spread_tables.hold_table([r for r in analysis if r["bench"] == "hold"]),
         ("docs/kernels.md", "routing-table"): routing_table(routing),
         ("docs/comparison.md", "methods-table"): methods_table(quality),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from moebudget import attach, parse
 from moebudget.allocate import allocate
 from moebudget.allocate.measure import Trials
-from moebudget.allocate.run import threshold
+from moebudget.allocate.run import checked, threshold
 from moebudget.evaluate import evaluate_text
 from moebudget.presets import base
 from moebudget.stats import Stats, StatsError, layer_budgets, load_stats
@@ -87,6 +88,17 @@ def test_stored_budgets_sum_to_another_average_or_are_not_what_is_fetched(tmp_pa
 def test_refined_budgets_lose_more_than_equal_ones_where_they_were_measured() -> None:
     for report in allocated().info["allocation"]["averages"].values():
         assert report["loss_above_dense"] <= min(report["equal_loss"], report["one_layer_solution_loss"])
+
+
+@pytest.mark.parametrize(
+    ("top_k", "averages", "least"), [(8, (10, 4), 4), (8, (3,), 3), (1, (2,), 1), (5, (6,), 2)], ids=str
+)
+def test_layers_may_starve_unless_a_least_budget_is_asked_for(
+    top_k: int, averages: tuple[int, ...], least: int
+) -> None:
+    facts = replace(usual_stats(NAME).facts, top_k=top_k)
+    assert checked(averages, facts, None) == (sorted(averages), least)
+    assert allocated().info["allocation"]["least"] == tiny.TOP_K // 2
 
 
 def test_price_fetches_another_average_than_it_was_set_to() -> None:

@@ -105,8 +105,8 @@ def test_engines_run_at_once_or_one_repeats_before_the_other_had_its_turn() -> N
     found = side_by_side([replace(PLAN, model=name) for name in "abc"])
     assert not StandIn.overlap
     assert all(len(timings) == 2 for timings in found if isinstance(timings, list))
-    whole = [name for name, tokens in StandIn.busy if tokens == 1 + PLAN.tokens]
-    rounds = [whole[i : i + 3] for i in range(0, len(whole), 3)]
+    turns = [name for name, tokens in StandIn.busy if tokens == 1]
+    rounds = [turns[i : i + 3] for i in range(0, len(turns), 3)]
     assert len(rounds) == len(PLAN.batches) * PLAN.repeats
     assert all(sorted(each) == ["a", "b", "c"] for each in rounds)
     assert [len(set(each)) for each in zip(*rounds, strict=True)] == [1, 1, 1]  # always in the same order

@@ -16,7 +16,7 @@ from moebudget.allocate.measure import Trials, loss_curves
 from moebudget.allocate.solve import rounded, solve, table
 from moebudget.policy import Policy
 from moebudget.presets import base, price
-from moebudget.stats import Stats
+from moebudget.stats import ModelFacts, Stats
 
 AVERAGES = (4, 6, 8, 10, 13, 16, 20)
 ROUNDS = 6  # of exchanges an average
@@ -36,7 +36,7 @@ def allocate(
     rounds: int = ROUNDS,
     prices: bool = True,
     gains: str = "measured",
-    least: int = 1,
+    least: int | None = None,
     quiet: bool = False,
 ) -> Stats:
     """The statistics with `layer_budget` and, with `prices`, `layer_price` [L, N]: what `spread` and `price` read.
@@ -48,13 +48,13 @@ def allocate(
     measured jointly, refine the best. Other averages lie linearly between. `gains="gradient"` starts from the
     gradients of one backward pass instead of the one-layer losses. The fill `by_layer` takes, in each layer, the
     denominator that loses least there (statistic `layer_fill`). At these averages no layer gets fewer than `least`
-    experts.
+    experts; None: half of a token's, which costs nothing on the text and keeps tasks that the text does not show.
 
     Raises ValueError for bad averages, too little text, a number of `rounds` below 0, `least` above an average, or
     other `gains`.
     """
     experts, layers = stats.facts.experts, len(stats.facts.layers)
-    averages = checked(averages, experts, least)
+    averages, least = checked(averages, stats.facts, least)
     if len(windows) < batch:
         raise ValueError(f"{len(windows)} windows of text for a batch of {batch}: give more text or a smaller batch")
     if rounds < 0:
@@ -106,14 +106,16 @@ def allocate(
     return dataclasses.replace(stats, tensors={**stats.tensors, **tensors}, info={**stats.info, "allocation": info})
 
 
-def checked(averages: Sequence[int], experts: int, least: int = 1) -> list[int]:
-    """The averages in order; ValueError if there is none, or one is not possible with `least` experts a layer."""
-    averages = sorted(set(averages))
+def checked(averages: Sequence[int], facts: ModelFacts, least: int | None) -> tuple[list[int], int]:
+    """The averages in order and the fewest experts of a layer; ValueError if no or an impossible average is left."""
+    averages, experts = sorted(set(averages)), facts.experts
     if not averages or averages[0] < 1 or averages[-1] > experts:
         raise ValueError(f"averages={averages} must lie between 1 and the model's {experts} experts")
+    if least is None:
+        least = max(1, min(facts.top_k // 2, averages[0]))
     if not 1 <= least <= averages[0]:
         raise ValueError(f"least={least} experts a layer must lie between 1 and the smallest average, {averages[0]}")
-    return averages
+    return averages, least
 
 
 def capped(curves: Tensor, union: Sequence[int], least: int = 1) -> Tensor:

@@ -166,7 +166,7 @@ def run_policies(
     *,
     prompt: int = 128,
     tokens: int = 384,
-    repeats: int = 2,
+    repeats: int = 3,
     stats: str | None = None,
     union: float | None = None,
     off: bool = True,

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from statistics import median
 from threading import BrokenBarrierError
 from typing import Any
 
@@ -30,7 +31,7 @@ class Plan:
     batches: tuple[int, ...]
     prompt: int = 128
     tokens: int = 384
-    repeats: int = 2  # turns over the budgets; of each the fastest counts
+    repeats: int = 3  # turns over the budgets; of each the median counts
     engine: tuple[tuple[str, Any], ...] = ()  # further arguments of vLLM's LLM
 
 
@@ -160,7 +161,7 @@ def decode(
             for repeat in range(plan.repeats):
                 with nullcontext() if turn is None else turn:
                     if repeat == 0:
-                        generate(batch, 8)
+                        generate(batch, 1 + plan.tokens)  # compiles what is compiled late
                     for budget, taken, made, seen in zip(asked, seconds, digests, states, strict=True):
                         if budget is not None:
                             value = list(budget) if isinstance(budget, tuple) else budget
@@ -174,10 +175,9 @@ def decode(
                         if budget is not None:
                             seen.append((before, llm.collective_rpc("moebudget_state")[0]))
             for budget, taken, made, seen in zip(asked, seconds, digests, states, strict=True):
-                first, whole = (min(times) for times in zip(*taken, strict=True))
-                tpot, speed = 1e3 * (whole - first) / plan.tokens, batch * (1 + plan.tokens) / whole
                 counts = _counts(seen)
-                counts["tpots"] = tuple(1e3 * (w - f) / plan.tokens for f, w in taken)
+                counts["tpots"] = tpots = tuple(1e3 * (whole - first) / plan.tokens for first, whole in taken)
+                tpot, speed = median(tpots), batch * (1 + plan.tokens) / median(whole for _, whole in taken)
                 counts["digest"] = made[0] if len(set(made)) == 1 else ""
                 if isinstance(budget, tuple):
                     counts["budgets"], budget = budget, round(sum(budget) / len(budget))

@@ -31,7 +31,10 @@ def allocate_command(
     length: Annotated[int, typer.Option(min=4, help="Predicted tokens a window.")] = 256,
     fill: Annotated[str, typer.Option(help="Fill to measure with: half, original, by_layer, ...")] = "half",
     rounds: Annotated[int, typer.Option(min=0, help="Exchanges between layers at most, for each average.")] = 6,
-    least: Annotated[int, typer.Option(min=1, help="Fewest experts of any layer, at most the smallest average.")] = 1,
+    least: Annotated[
+        int | None,
+        typer.Option(min=1, help="Fewest experts of any layer, at most the smallest average; default: half of K."),
+    ] = None,
     prices: Annotated[bool, typer.Option(help="Find the prices that the policy `price` reads, too.")] = True,
     gains: Annotated[
         str, typer.Option(help="Start from one-layer losses (measured) or from one backward pass (gradient).")
@@ -50,9 +53,8 @@ def allocate_command(
 
     spread(1, fill)
     known = load_stats(stats)
-    averages = checked(
-        average or [m for m in AVERAGES if least <= m < known.facts.experts], known.facts.experts, least
-    )  # fmt: skip
+    usual = [m for m in AVERAGES if (least or 1) <= m < known.facts.experts]
+    averages, least = checked(average or usual, known.facts, least)
     require_folder(output)
     loaded, _, text, _ = load_with_windows(model, known, data, length, windows, device, dtype)
     found = allocate(
