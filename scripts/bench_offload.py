@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -84,11 +85,10 @@ def timed(model: Any, cached: Offloaded, policy: str, tokens: torch.Tensor, step
     return (time.perf_counter() - started) / steps
 
 
-def bench(a: argparse.Namespace, name: str, link: TransferFit | None) -> list[dict[str, Any]]:
-    """One row a batch size, number of slots and policy; rounds go over all policies in turn."""
+def bench(a: argparse.Namespace, name: str, link: TransferFit | None) -> Iterator[list[dict[str, Any]]]:
+    """Rows of one batch size and number of slots, one a policy; rounds go over all policies in turn."""
     model, text, tokens = load(name, a.layers, max(a.batch), PROMPT + WARM + a.steps, a.device)
     first = moe_layers(model)[0].spec
-    rows = []
     for slots in a.slots or SLOTS[name]:
         with offload(model, slots, a.device) as cached:
             for batch in a.batch:
@@ -101,7 +101,7 @@ def bench(a: argparse.Namespace, name: str, link: TransferFit | None) -> list[di
                     for policy in a.policies:
                         seconds[policy].append(timed(model, cached, policy, fed, a.steps))
                         counts[policy] = (cached.counters, None if link is None else cached.copy_seconds(link))
-                alone = min(seconds["lfu"])
+                alone, rows = min(seconds["lfu"]), []
                 for policy, times in seconds.items():
                     c, copies = counts[policy]
                     tpot = min(times)
@@ -117,7 +117,7 @@ def bench(a: argparse.Namespace, name: str, link: TransferFit | None) -> list[di
                         "copies_ms": None if copies is None else round(1e3 * copies / a.steps, 3),
                     })  # fmt: skip
                     print({k: rows[-1][k] for k in ("B", "slots", "policy", "tpot_ms", "reduction", "hits", "misses")})
-    return rows
+                yield rows
 
 
 def main() -> None:
@@ -138,10 +138,10 @@ def main() -> None:
     on_gpu, started = torch.device(a.device).type == "cuda", time.perf_counter()
     link = fit_transfer(*measure_transfers(a.device, [2**k for k in range(16, 26)])) if on_gpu else None
     for name in a.model:
-        rows = bench(a, name, link)
         stamp = provenance.stamp(a.device) | ({"commit": a.commit} if a.commit else {})
         fit = {} if link is None else {"t0_us": round(1e6 * link.t0, 2), "gb_a_second": round(link.bandwidth / 1e9, 2)}
-        provenance.append_rows(a.results, [{**row, **fit, "gpu": stamp["device"], **stamp} for row in rows])
+        for rows in bench(a, name, link):
+            provenance.append_rows(a.results, [{**row, **fit, "gpu": stamp["device"], **stamp} for row in rows])
         print(f"{name}: {time.perf_counter() - started:.0f} s")
 
 

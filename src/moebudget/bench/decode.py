@@ -69,7 +69,8 @@ def rows_of(
             yield {
                 "bench": "decode", "engine": "vllm", **shared, "B": batch, "M": t.budget, "fetched": t.fetched,
                 "most_in_a_layer": t.most, "native_union": dense.native_union, "tpot_ms": t.tpot_ms,
-                **beside, "spread": t.spread, "digest": t.digest, "speedup": dense.tpot_ms / t.tpot_ms,
+                **beside, "tpots_ms": list(t.tpots), "spread": t.spread, "digest": t.digest,
+                "speedup": dense.tpot_ms / t.tpot_ms,
                 "e2e_tok_s": t.tokens_per_s, "dense_e2e_tok_s": dense.tokens_per_s, "path": t.path,
                 "layers": t.layers, "expert_bytes": t.expert_bytes, "gb_s": moved / t.tpot_ms / 1e6,
                 "prompt": plan.prompt, "tokens": plan.tokens, "fetched_by_layer": list(t.by_layer),
