@@ -51,7 +51,6 @@ from moebudget.stats import Stats, load_stats
 
 BENCH = "pieces2"
 RANKS = (1, 2, 4, 8)
-RANK = 4  # of the sketches in `combined`
 STAGES = ("sketch", "denominators", "gradient", "measure", "combined")
 
 
@@ -133,6 +132,7 @@ def main() -> None:
     ap.add_argument("--targets", type=int, nargs="+", default=(10, 16), help="experts a layer to measure at")
     ap.add_argument("--rules", nargs="+", help="by name; default: all. BASE and its stand-in come first in any case")
     ap.add_argument("--items", type=int, default=60, help="of each task, for `combined`")
+    ap.add_argument("--rank", type=int, default=4, choices=RANKS, help="of the sketches in `combined`")
     ap.add_argument("--search", type=int, default=32, help="of 256 tokens to choose denominators and shares on")
     ap.add_argument("--fit", type=int, default=256, help="of 256 tokens to fit sketches on")
     ap.add_argument("--tasks", action="store_true", help="a third of these of task documents")
@@ -145,11 +145,11 @@ def main() -> None:
             continue
         if stage == "combined":
             spread, sketches = (load_stats(a.folder / name) for name in (file_of(BOTH), "sketch.safetensors"))
-            maps = {name: of_rank(sketches, RANK).tensors[name] for name in ("sketch_in", "sketch_out")}
+            maps = {name: of_rank(sketches, a.rank).tensors[name] for name in ("sketch_in", "sketch_out")}
             stats = dataclasses.replace(spread, tensors={**spread.tensors, **maps})
             for m in AIMS:
                 study.measure(
-                    "spread_sketch", combined(m), m, stats, study.windows(a.windows), items=a.items, rank=RANK
+                    "spread_sketch", combined(m), m, stats, study.windows(a.windows), items=a.items, rank=a.rank
                 )
             continue
         known = load_stats(a.folder / "every.safetensors")
