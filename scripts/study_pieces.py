@@ -12,6 +12,7 @@ BASE with `stand_in` on the same windows.
 from __future__ import annotations
 
 import dataclasses
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,9 @@ from moebudget import provenance
 from moebudget.allocate import allocate, sketch
 from moebudget.calibrate.data import pack
 from moebudget.demo.run import BATCH, WINDOW, calibration_corpus
-from moebudget.evaluate import evaluate_text
+from moebudget.demo.tasks import held_out
+from moebudget.evaluate import evaluate_tasks, evaluate_text
+from moebudget.evaluate.paired import paired_hits
 from moebudget.evaluate.report import half_width
 from moebudget.evaluate.windows import load_windows
 from moebudget.fill import Backfill, StandIn
@@ -51,7 +54,7 @@ from moebudget.stats import Stats, load_stats
 
 BENCH = "pieces2"
 RANKS = (1, 2, 4, 8)
-STAGES = ("sketch", "denominators", "gradient", "measure", "combined")
+STAGES = ("sketch", "denominators", "gradient", "measure", "combined", "answers")
 
 
 def of_rank(stats: Stats, rank: int) -> Stats:
@@ -127,15 +130,37 @@ def measure(study: Study, m: int, windows: Tensor) -> None:
         study.say(f"{name} at {m}: +{found.nll.mean() - dense.nll.mean():.4f}")
 
 
+def answer(study: Study, m: int, stats: Stats, about: dict[str, Any]) -> None:
+    """Append a row a rule: tasks answered, and the difference to BASE on the same items."""
+    named, questions = combined(m), held_out("test", study.a.items)
+    random.Random(0).shuffle(questions)
+    found = evaluate_tasks(
+        study.model, [parse(text) for text in named.values()], stats, questions, study.tokenizer, batch=BATCH,
+        start_id=study.tokenizer.eos_token_id, quiet=True,
+    )  # fmt: skip
+    rows = []
+    for name, result in zip(named, found, strict=True):
+        lost = paired_hits(result.hits, found[0].hits, result.tasks)
+        rows.append({
+            "bench": "spread_answers", "model": study.a.name, "B": BATCH, "method": name, "target": m,
+            "policy": result.policy.name, "task_avg": round(result.average, 3), "items": len(questions),
+            "task_ci95": round(result.half_width, 3), "task_fetched": round(result.counters.fetched, 4),
+            "over_base": round(-lost.mean, 3), "over_base_low": round(-lost.high, 3),
+            "over_base_high": round(-lost.low, 3), **about, **study.stamp,
+        })  # fmt: skip
+    provenance.append_rows(study.a.results, rows)
+    study.say(f"answers: {len(rows)} rules at {m}")
+
+
 def main() -> None:
     ap = arguments(__doc__, STAGES)
     ap.add_argument("--targets", type=int, nargs="+", default=(10, 16), help="experts a layer to measure at")
     ap.add_argument("--rules", nargs="+", help="by name; default: all. BASE and its stand-in come first in any case")
-    ap.add_argument("--items", type=int, default=60, help="of each task, for `combined`")
-    ap.add_argument("--rank", type=int, default=4, choices=RANKS, help="of the sketches in `combined`")
+    ap.add_argument("--items", type=int, default=60, help="of each task, for `combined` and `answers`")
+    ap.add_argument("--rank", type=int, default=4, choices=RANKS, help="of the sketches there")
     ap.add_argument("--search", type=int, default=32, help="of 256 tokens to choose denominators and shares on")
     ap.add_argument("--fit", type=int, default=256, help="of 256 tokens to fit sketches on")
-    ap.add_argument("--tasks", action="store_true", help="a third of these of task documents")
+    ap.add_argument("--tasks", action="store_true", help="a third of these are of task documents")
     a = ap.parse_args()
     study = Study(a)
     for stage in a.stages:
@@ -143,14 +168,18 @@ def main() -> None:
             for m in a.targets:
                 measure(study, m, study.windows(a.windows))
             continue
-        if stage == "combined":
+        if stage in ("combined", "answers"):
             spread, sketches = (load_stats(a.folder / name) for name in (file_of(BOTH), "sketch.safetensors"))
             maps = {name: of_rank(sketches, a.rank).tensors[name] for name in ("sketch_in", "sketch_out")}
             stats = dataclasses.replace(spread, tensors={**spread.tensors, **maps})
-            for m in AIMS:
-                study.measure(
-                    "spread_sketch", combined(m), m, stats, study.windows(a.windows), items=a.items, rank=a.rank
-                )
+            for m in AIMS if stage == "combined" else AIMS[:1]:
+                about: dict[str, Any] = {"rank": a.rank, "sketched_on": "text and tasks" if a.tasks else "text"}
+                if stage == "combined":
+                    study.measure(
+                        "spread_sketch", combined(m), m, stats, study.windows(a.windows), items=a.items, **about
+                    )
+                else:
+                    answer(study, m, stats, about)
             continue
         known = load_stats(a.folder / "every.safetensors")
         if stage == "sketch":
