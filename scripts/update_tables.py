@@ -17,7 +17,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]
 import offload_tables
-from study_tables import blocks, last_run
+from spread_plot import plot_layers
+from study_tables import LARGE_MODELS, TRAININGS, blocks, last_run
 
 from moebudget.analyse.show import plot_studies
 from moebudget.demo.run import NAME
@@ -159,6 +160,8 @@ def main() -> None:
     plot_quality(quality, ROOT / "docs/assets/quality.png")
     replace(ROOT / "README.md", "quality-table", quality_table(quality) + "\n\n" + contrast(rows))
     replace(ROOT / "docs/calibration.md", "calibration-table", calibration_table(rows_of("calibration")))
+    trainings = {name: of_model(rows, LARGE_MODELS[TRAININGS[name]]) for name in ("82M, one", "82M, two")}
+    plot_layers(trainings, ROOT / "docs/assets/layers.png")
     analysis = rows_of("analysis")
     for (page, name), text in blocks(rows, analysis, rows_of("routing"), rows_of("decode")).items():
         replace(ROOT / page, name, text)
