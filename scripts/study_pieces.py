@@ -54,7 +54,8 @@ from moebudget.stats import Stats, load_stats
 
 BENCH = "pieces2"
 RANKS = (1, 2, 4, 8)
-STAGES = ("sketch", "denominators", "gradient", "measure", "combined", "answers")
+STAGES = ("sketch", "denominators", "gradient", "measure", "combined", "answers", "orders")
+ORDERS = 3  # compositions of the batches that `orders` compares
 
 
 def of_rank(stats: Stats, rank: int) -> Stats:
@@ -152,6 +153,26 @@ def answer(study: Study, m: int, stats: Stats, about: dict[str, Any]) -> None:
     study.say(f"answers: {len(rows)} rules at {m}")
 
 
+def orders(study: Study, m: int, stats: Stats, about: dict[str, Any]) -> None:
+    """Append a row a rule: its loss over BASE's on the same windows, shuffled into other batches each time."""
+    named, windows = combined(m), study.windows(study.a.windows)
+    policies, losses = [parse(text) for text in named.values()], []
+    for seed in range(ORDERS):
+        order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))
+        dense, *found = evaluate_text(study.model, [parse("dense"), *policies], stats, windows[order], batch=BATCH)
+        losses.append([float((result.nll - dense.nll).mean()) for result in found])
+        study.say(f"order {seed}: {losses[-1]}")
+    rows = [
+        {
+            "bench": "spread_orders", "model": study.a.name, "B": BATCH, "method": name, "target": m,
+            "policy": policy.name, "windows": len(windows), "above_dense": [round(one[i], 5) for one in losses],
+            "share_of_base": [round(one[i] / one[0], 4) for one in losses], **about, **study.stamp,
+        }
+        for i, (name, policy) in enumerate(zip(named, policies, strict=True))
+    ]  # fmt: skip
+    provenance.append_rows(study.a.results, rows)
+
+
 def main() -> None:
     ap = arguments(__doc__, STAGES)
     ap.add_argument("--targets", type=int, nargs="+", default=(10, 16), help="experts a layer to measure at")
@@ -168,7 +189,7 @@ def main() -> None:
             for m in a.targets:
                 measure(study, m, study.windows(a.windows))
             continue
-        if stage in ("combined", "answers"):
+        if stage in ("combined", "answers", "orders"):
             spread, sketches = (load_stats(a.folder / name) for name in (file_of(BOTH), "sketch.safetensors"))
             maps = {name: of_rank(sketches, a.rank).tensors[name] for name in ("sketch_in", "sketch_out")}
             stats = dataclasses.replace(spread, tensors={**spread.tensors, **maps})
@@ -178,8 +199,10 @@ def main() -> None:
                     study.measure(
                         "spread_sketch", combined(m), m, stats, study.windows(a.windows), items=a.items, **about
                     )
-                else:
+                elif stage == "answers":
                     answer(study, m, stats, about)
+                else:
+                    orders(study, m, stats, about)
             continue
         known = load_stats(a.folder / "every.safetensors")
         if stage == "sketch":
