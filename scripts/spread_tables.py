@@ -207,17 +207,38 @@ def singles_table(rows: list[Row]) -> str:
     )
 
 
+def ranked(r: Row) -> str:
+    return f"{r['method']} of rank {r['rank']}" if "sketch" in r["method"] else r["method"]
+
+
 def sketch_table(rows: list[Row]) -> str:
     """Sketches of lost experts with and without an allocation: loss on the text, accuracy on the tasks."""
-    once = {(r["target"], r["method"]): r for r in rows}
+    once = {(r["target"], ranked(r)): r for r in rows}
     cells = [
         [str(target or ""), method, f"`{r['policy']}`", counted(r) if target else "0", f"{r['task_fetched']:.1f}",
          pm(r["task_avg"], r["task_ci95"], 1)]
-        for (target, method), r in sorted(once.items(), key=lambda item: item[0][0])
+        for (target, method), r in sorted(once.items(), key=lambda item: item[0])
     ]  # fmt: skip
     heads = ["at", "rule", "policy", "loss above dense", "experts on tasks", "tasks, %"]
-    about = f"Sketches of rank {rows[0]['rank']}; {rows[0]['items']:,} items."
-    return "\n\n".join([about, table(heads, cells, left=3), source(rows[0])])
+    about = f"Sketches fitted on {rows[0].get('sketched_on', 'text')}; {rows[0]['items']:,} items."
+    return "\n\n".join([about, table(heads, cells, left=3), source(rows[-1])])
+
+
+def answers_table(rows: list[Row]) -> str:
+    """Tasks answered at 10 experts, and the difference to BASE item by item."""
+    cells = []
+    for method, r in sorted({ranked(r): r for r in rows}.items()):
+        over = [f"{r['over_base']:+.1f}", f"{r['over_base_low']:+.1f} to {r['over_base_high']:+.1f}"]
+        cells.append([method, pm(r["task_avg"], r["task_ci95"], 1), *(("", "") if method == "BASE" else over)])
+    heads = ["rule", "tasks, %", "over BASE, points", "95 %, same items"]
+    return "\n\n".join([f"{rows[0]['items']:,} items.", table(heads, cells), source(rows[-1])])
+
+
+def orders_table(rows: list[Row]) -> str:
+    """Loss over BASE's when the same windows share batches in other ways."""
+    cells = [[ranked(r), *(f"{share:.3f}" for share in r["share_of_base"])] for r in rows]
+    heads = ["rule", *(f"batches {i + 1}" for i in range(len(rows[0]["share_of_base"])))]
+    return "\n\n".join([f"{rows[0]['windows']} windows.", table(heads, cells), source(rows[-1])])
 
 
 def trainings_table(of: dict[str, list[Row]]) -> str:
@@ -255,14 +276,17 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "domains-table": domains_table,
     "mixed-table": mixed_table,
     "sketch-table": sketch_table,
+    "answers-table": answers_table,
+    "orders-table": orders_table,
 }  # by place in the page, after the prefix of the model
 BENCHES = {"spread-table": "spread", "pieces-table": "spread"}  # of a table, where it is not `spread_` and its name
 
 
 def newest(rows: list[Row], bench: str) -> list[Row]:
-    """The rows of a study at its last commit, whatever the number of runs."""
+    """The rows of a study at its last commit, of sketches of each rank, whatever the number of runs."""
     mine = [r for r in rows if r["bench"] == bench]
-    return [r for r in mine if r["commit"] == mine[-1]["commit"]]
+    last = {r.get("rank"): r["commit"] for r in mine}
+    return [r for r in mine if r["commit"] == last[r.get("rank")]]
 
 
 def blocks(of: dict[str, list[Row]]) -> dict[str, str]:
