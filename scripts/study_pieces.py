@@ -3,6 +3,8 @@
 
     python scripts/study_spread.py calibrate --folder out
     python scripts/study_pieces.py sketch denominators gradient measure --folder out
+    python scripts/study_spread.py mixed --folder out  # budgets by layer, for the rest
+    python scripts/study_pieces.py sketch combined answers orders --folder out --tasks --fit 1000 --rank 8
 
 Sketches are fitted on calibration text, denominators and layers' shares chosen on its documents that the fit had not
 seen, as by `study_spread.py`. Rows go to benchmarks/results/quality.jsonl, each with its difference to BASE and to
@@ -131,6 +133,13 @@ def measure(study: Study, m: int, windows: Tensor) -> None:
         study.say(f"{name} at {m}: +{found.nll.mean() - dense.nll.mean():.4f}")
 
 
+def with_sketches(study: Study) -> Stats:
+    """The allocation of BOTH and the sketches, cut to the rank that is asked for."""
+    spread, sketches = (load_stats(study.a.folder / name) for name in (file_of(BOTH), "sketch.safetensors"))
+    maps = {name: of_rank(sketches, study.a.rank).tensors[name] for name in ("sketch_in", "sketch_out")}
+    return dataclasses.replace(spread, tensors={**spread.tensors, **maps})
+
+
 def answer(study: Study, m: int, stats: Stats, about: dict[str, Any]) -> None:
     """Append a row a rule: tasks answered, and the difference to BASE on the same items."""
     named, questions = combined(m), held_out("test", study.a.items)
@@ -190,19 +199,17 @@ def main() -> None:
                 measure(study, m, study.windows(a.windows))
             continue
         if stage in ("combined", "answers", "orders"):
-            spread, sketches = (load_stats(a.folder / name) for name in (file_of(BOTH), "sketch.safetensors"))
-            maps = {name: of_rank(sketches, a.rank).tensors[name] for name in ("sketch_in", "sketch_out")}
-            stats = dataclasses.replace(spread, tensors={**spread.tensors, **maps})
-            for m in AIMS if stage == "combined" else AIMS[:1]:
-                about: dict[str, Any] = {"rank": a.rank, "sketched_on": "text and tasks" if a.tasks else "text"}
-                if stage == "combined":
+            stats, about = (
+                with_sketches(study),
+                {"rank": a.rank, "sketched_on": "text and tasks" if a.tasks else "text"},
+            )
+            if stage == "combined":
+                for m in AIMS:
                     study.measure(
                         "spread_sketch", combined(m), m, stats, study.windows(a.windows), items=a.items, **about
                     )
-                elif stage == "answers":
-                    answer(study, m, stats, about)
-                else:
-                    orders(study, m, stats, about)
+            else:
+                (answer if stage == "answers" else orders)(study, AIMS[0], stats, about)
             continue
         known = load_stats(a.folder / "every.safetensors")
         if stage == "sketch":
