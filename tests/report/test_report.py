@@ -351,3 +351,11 @@ def test_broken_row_is_not_named(case: str, tmp_path: Path, capsys: pytest.Captu
 def test_wrong_place_is_found_out_after_drawing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused(["report", tmp_path / "none.jsonl"], capsys, "no file of rows", "none.jsonl")
     refused(["report", written(tmp_path / "a.jsonl", rows()), "-o", tmp_path], capsys, "is a folder", "report.html")
+
+
+def test_rows_of_the_repository_cannot_be_read_or_overwrite_each_other() -> None:
+    """`moebudget report benchmarks/results/*.jsonl`, as the docs have it; studies of several allocations stay apart."""
+    found = read_rows(sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.jsonl")))
+    assert len(found) > 1000
+    for group in groups(found):
+        assert all(row.get("allocated_on") is None and row.get("domain") is None for row in group.rows)

@@ -42,6 +42,7 @@ QUALITY: dict[str, Rule] = {
     "dense_nll": NUMBER, "nll_delta_ci95": MAYBE, "task_avg": MAYBE, "task_ci95": MAYBE, "task_fetched": MAYBE,
     "tokens": NUMBER, "items": NUMBER,
 }  # fmt: skip
+COMPARED = ("quality", "compare", "methods", "tune", "selection", "fill", "batch_size", "spread")  # bench of such rows
 LINE: dict[str, Rule] = {"model": TEXT, "B": NUMBER, "a_ms": NUMBER, "b_ms": NUMBER, "r2": NUMBER}
 KINDS: dict[str, dict[str, Rule]] = {
     "decode": {
@@ -110,8 +111,11 @@ def _check(where: str, row: Any) -> None:
 
 
 def is_quality(row: Row) -> bool:
-    """Whether the row says what a policy did to held-out text: `eval`, the demo, comparisons and studies."""
-    return row.get("bench") not in KINDS and ("nll" in row or row.get("bench") in ("quality", "methods"))
+    """Whether the row says what a policy did to held-out text, and its kind that it is comparable with its like.
+
+    Studies that vary something else as well, as allocations or domains, have tables of their own.
+    """
+    return row.get("bench") in COMPARED
 
 
 def of(rows: Sequence[Row], bench: str) -> list[Row]:
