@@ -354,7 +354,7 @@ def test_wrong_place_is_found_out_after_drawing(tmp_path: Path, capsys: pytest.C
 
 
 def test_rows_of_the_repository_cannot_be_read_or_overwrite_each_other() -> None:
-    """`moebudget report benchmarks/results/*.jsonl`, as the docs have it; studies of several allocations stay apart."""
+    """`moebudget report benchmarks/results/*.jsonl`, as the docs have it; allocations stay apart."""
     found = read_rows(sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.jsonl")))
     assert len(found) > 1000
     for group in groups(found):
