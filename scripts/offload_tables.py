@@ -6,11 +6,12 @@ import re
 from itertools import pairwise
 from typing import Any
 
-from study_tables import above, last_run, loss, origin, table
+from study_tables import last_run, loss
+from tables import above, origin, table
 
 Row = dict[str, Any]
 BASE_COST = re.compile(r"worth:least=[\d.]+")
-PAGE, FILE = "docs/offload.md", "offload.jsonl"
+PAGE = "docs/offload.md"
 NONE_YET = "No rows yet: run `python scripts/bench_offload.py stack demo` on a machine with a GPU."
 
 
@@ -67,7 +68,7 @@ def times_table(rows: list[Row]) -> str:
             f"{len(first['tpot_rounds_ms'])} rounds; hits and misses a layer and step.",
             table(heads, cells),
         ]
-    return "\n\n".join([*parts, origin(rows[-1], FILE)])
+    return "\n\n".join([*parts, origin(rows[-1])])
 
 
 def quality_table(rows: list[Row]) -> str:
@@ -84,7 +85,7 @@ def quality_table(rows: list[Row]) -> str:
             "a row; ± is half of a 95 % interval over the windows. Hits and misses a layer and step, bytes in bf16.",
             table(heads, cells),
             reading(rows),
-            origin(rows[-1], FILE),
+            origin(rows[-1]),
         ]
     )
 
@@ -132,6 +133,6 @@ def devices_table(rows: list[Row], deployment: str) -> str:
             f"step; times from constants of {first['constants']}.",
             table([*heads, "simulated ms a step", "against the first"], cells),
             *([f"No setting makes a difference at {'; '.join(alike)}."] if alike else []),
-            origin(rows[-1], FILE),
+            origin(rows[-1]),
         ]
     )

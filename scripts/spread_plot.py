@@ -8,7 +8,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from spread_tables import Row, above, newest
+from spread_tables import newest
+from tables import Row, above
 
 TEXT = {  # rule -> colour, marker
     "BASE": ("#c1121f", "o"), "BASE, half": ("#e5989b", "o"), "spread": ("#5a189a", "P"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+
+from tables import Row, above, origin, table
 
 from moebudget.evaluate.report import pm
 
-Row = dict[str, Any]
 RULES = (
     "BASE", "BASE, half", "BASE, stand-in", "BASE, relative", "BASE, half, relative", "spread", "spread, original",
     "spread, stand-in", "price", "price, original", "price, stand-in", "mean energies", "true energies (bound)",
@@ -16,23 +16,10 @@ RULES = (
 ALLOCATED = ("spread", "spread, original", "spread, stand-in", "price", "price, original", "price, stand-in")
 
 
-def above(row: Row) -> float:
-    return float(row["nll"] - row["dense_nll"])
-
-
 def counted(row: Row) -> str:
     """Loss above dense, and the experts fetched where they are not the target's within .05."""
     missed = abs(row["fetched"] - row["target"]) >= 0.05
     return pm(above(row), row["nll_delta_ci95"], 3) + (f" (at {row['fetched']:.1f})" if missed else "")
-
-
-def source(row: Row) -> str:
-    return f"Rows: `benchmarks/results/quality.jsonl`, commit {row['commit']}, {row['device']}."
-
-
-def table(heads: list[str], cells: list[list[str]], left: int = 1) -> str:
-    rule = ["---"] * left + ["---:"] * (len(heads) - left)
-    return "\n".join("| " + " | ".join(line) + " |" for line in (heads, rule, *cells))
 
 
 def reaches(rows: list[Row], loss: float) -> float | None:
@@ -84,7 +71,7 @@ def targets_table(rows: list[Row]) -> str:
             table(["rule", *map(str, targets), "as BASE at 16"], cells),
             *ratios,
             *unions_table(rows),
-            source(dense),
+            origin(dense),
         ]
     )
 
@@ -111,7 +98,7 @@ def pieces_table(rows: list[Row]) -> str:
         for r in sorted((r for r in rows if r["target"] == 10), key=above)
     ]  # fmt: skip
     heads = ["rule", "policy", "experts", "loss above dense", "same token, %", "retained energy"]
-    return "\n\n".join([table(heads, cells, left=2), source(rows[0])])
+    return "\n\n".join([table(heads, cells, left=2), origin(rows[0])])
 
 
 def tasks_table(rows: list[Row]) -> str:
@@ -120,7 +107,7 @@ def tasks_table(rows: list[Row]) -> str:
         for r in rows
     ]
     heads = ["rule", "policy", "experts on tasks", "tasks, %"]
-    return "\n\n".join([f"{rows[0]['items']:,} items.", table(heads, cells, left=2), source(rows[0])])
+    return "\n\n".join([f"{rows[0]['items']:,} items.", table(heads, cells, left=2), origin(rows[0])])
 
 
 def pivot(rows: list[Row], label: Callable[[Row], str], column: Callable[[Row], str], heads: str) -> str:
@@ -129,7 +116,7 @@ def pivot(rows: list[Row], label: Callable[[Row], str], column: Callable[[Row], 
     columns = list(dict.fromkeys(map(column, mine)))
     by = {(label(r), column(r)): counted(r) for r in mine}
     cells = [[name, *(by.get((name, c), "") for c in columns)] for name in dict.fromkeys(map(label, mine))]
-    return "\n\n".join([table([heads, *columns], cells), source(rows[0])])
+    return "\n\n".join([table([heads, *columns], cells), origin(rows[0])])
 
 
 def sizes_table(rows: list[Row]) -> str:
@@ -148,20 +135,25 @@ def domains_table(rows: list[Row]) -> str:
     return pivot(rows, label, lambda r: r["domain"], "rule")
 
 
+def text_and_tasks(rows: list[Row], rule: Callable[[Row], str], *where: tuple[str, Callable[[Row], str]]) -> str:
+    """Loss on the text and accuracy on the tasks at each target; `where` are further columns (head, value)."""
+    cells = {}
+    for r in rows:
+        names = (rule(r), *(value(r) for _, value in where))
+        loss = counted(r) if r["target"] else "0"
+        cells[r["target"], names] = [
+            str(r["target"] or ""), names[0], f"`{r['policy']}`", *names[1:], loss, f"{r['task_fetched']:.1f}",
+            pm(r["task_avg"], r["task_ci95"], 1),
+        ]  # fmt: skip
+    heads = ["at", "rule", "policy", *(head for head, _ in where), "loss above dense", "experts on tasks", "tasks, %"]
+    ordered = [cells[key] for key in sorted(cells, key=lambda key: key[0])]
+    return table(heads, ordered, left=3 + len(where))
+
+
 def mixed_table(rows: list[Row]) -> str:
-    """Budgets of several allocations at each target: loss on the text, accuracy on the tasks; other rules once."""
-
-    def where(r: Row) -> str:
-        return r["allocated_on"] if r["method"] in ALLOCATED else ""
-
-    once = {(r["target"], r["method"], where(r)): r for r in rows}
-    cells = [
-        [str(target or ""), method, f"`{r['policy']}`", on, counted(r) if target else "0",
-         f"{r['task_fetched']:.1f}", pm(r["task_avg"], r["task_ci95"], 1)]
-        for (target, method, on), r in sorted(once.items(), key=lambda item: item[0][0])
-    ]  # fmt: skip
-    heads = ["at", "rule", "policy", "allocated on", "loss above dense", "experts on tasks", "tasks, %"]
-    return "\n\n".join([table(heads, cells, left=4), source(rows[0])])
+    """Budgets of several allocations; rules without one stand there once."""
+    where = ("allocated on", lambda r: r["allocated_on"] if r["method"] in ALLOCATED else "")
+    return "\n\n".join([text_and_tasks(rows, lambda r: r["method"], where), origin(rows[0])])
 
 
 def hold_table(rows: list[Row]) -> str:
@@ -172,8 +164,7 @@ def hold_table(rows: list[Row]) -> str:
         for r in rows
     ]
     heads = ["batch", "policy", "first quarter", "second", "third", "fourth", "loss of all"]
-    origin = source(rows[0]).replace("quality", "analysis")
-    return "\n\n".join([table(heads, cells, left=2), origin])
+    return "\n\n".join([table(heads, cells, left=2), origin(rows[0])])
 
 
 def singles_table(rows: list[Row]) -> str:
@@ -202,7 +193,7 @@ def singles_table(rows: list[Row]) -> str:
             "dense at that many experts in every layer; differences on the same windows, ± half of a 95 % interval. "
             "Last, what the sketches of a step's lost experts hold, in experts of this model.",
             table([*heads, "sketches"], cells),
-            source(last),
+            origin(last),
         ]
     )
 
@@ -212,16 +203,9 @@ def ranked(r: Row) -> str:
 
 
 def sketch_table(rows: list[Row]) -> str:
-    """Sketches of lost experts with and without an allocation: loss on the text, accuracy on the tasks."""
-    once = {(r["target"], ranked(r)): r for r in rows}
-    cells = [
-        [str(target or ""), method, f"`{r['policy']}`", counted(r) if target else "0", f"{r['task_fetched']:.1f}",
-         pm(r["task_avg"], r["task_ci95"], 1)]
-        for (target, method), r in sorted(once.items(), key=lambda item: item[0])
-    ]  # fmt: skip
-    heads = ["at", "rule", "policy", "loss above dense", "experts on tasks", "tasks, %"]
+    """Sketches of lost experts with and without an allocation."""
     about = f"Sketches fitted on {rows[0].get('sketched_on', 'text')}; {rows[0]['items']:,} items."
-    return "\n\n".join([about, table(heads, cells, left=3), source(rows[-1])])
+    return "\n\n".join([about, text_and_tasks(rows, ranked), origin(rows[-1])])
 
 
 def answers_table(rows: list[Row]) -> str:
@@ -231,14 +215,14 @@ def answers_table(rows: list[Row]) -> str:
         over = [f"{r['over_base']:+.1f}", f"{r['over_base_low']:+.1f} to {r['over_base_high']:+.1f}"]
         cells.append([method, pm(r["task_avg"], r["task_ci95"], 1), *(("", "") if method == "BASE" else over)])
     heads = ["rule", "tasks, %", "over BASE, points", "95 %, same items"]
-    return "\n\n".join([f"{rows[0]['items']:,} items.", table(heads, cells), source(rows[-1])])
+    return "\n\n".join([f"{rows[0]['items']:,} items.", table(heads, cells), origin(rows[-1])])
 
 
 def orders_table(rows: list[Row]) -> str:
     """Loss over BASE's when the same windows share batches in other ways."""
     cells = [[ranked(r), *(f"{share:.3f}" for share in r["share_of_base"])] for r in rows]
     heads = ["rule", *(f"batches {i + 1}" for i in range(len(rows[0]["share_of_base"])))]
-    return "\n\n".join([f"{rows[0]['windows']} windows.", table(heads, cells), source(rows[-1])])
+    return "\n\n".join([f"{rows[0]['windows']} windows.", table(heads, cells), origin(rows[-1])])
 
 
 def trainings_table(of: dict[str, list[Row]]) -> str:
@@ -248,7 +232,7 @@ def trainings_table(of: dict[str, list[Row]]) -> str:
         plain = {(r["method"], r["target"]): r for r in newest(rows, "spread")}
         answers = {(r["method"], r["target"]): r for r in newest(rows, "spread_tasks")}
         found = {"text": (plain, answers)}
-        for r in newest(rows, "spread_mixed") if any(r["bench"] == "spread_mixed" for r in rows) else ():
+        for r in newest(rows, "spread_mixed"):
             mine = found.setdefault(r["allocated_on"], ({}, {}))
             for part in mine:
                 part[r["method"], r["target"]] = r
@@ -295,8 +279,8 @@ def blocks(of: dict[str, list[Row]]) -> dict[str, str]:
     for prefix, rows in of.items():
         for place, make in TABLES.items():
             bench = BENCHES.get(place, f"spread_{place.removesuffix('-table')}")
-            if any(r["bench"] == bench for r in rows):
-                found[prefix + place] = make(newest(rows, bench))
+            if mine := newest(rows, bench):
+                found[prefix + place] = make(mine)
         singles = [r for r in rows if r["bench"] == "pieces2"]
         if singles:
             found[prefix + "singles-table"] = singles_table(singles)

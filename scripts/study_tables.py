@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import spread_tables
+from tables import Row, above, origin, table
 
 from moebudget.demo.run import NAME
 from moebudget.evaluate.report import pm
-
-Row = dict[str, Any]
-
-
-def table(heads: list[str], rows: list[list[str]], left: int = 1) -> str:
-    rule = ["---"] * left + ["---:"] * (len(heads) - left)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, rule, *rows))
 
 
 def last_run(rows: list[Row], bench: str) -> list[Row]:
@@ -23,14 +15,6 @@ def last_run(rows: list[Row], bench: str) -> list[Row]:
     if not mine:
         raise SystemExit(f"no rows of {bench}: run scripts/compare_methods.py first")
     return [r for r in mine if (r["date"], r["command"]) == (mine[-1]["date"], mine[-1]["command"])]
-
-
-def origin(row: Row, file: str) -> str:
-    return f"Rows: `benchmarks/results/{file}`, commit {row['commit']}, {row['device']}."
-
-
-def above(row: Row) -> float:
-    return float(row["nll"] - row["dense_nll"])
 
 
 def loss(row: Row) -> str:
@@ -63,7 +47,7 @@ def methods_table(rows: list[Row]) -> str:
             cells[-1] += [f"{r['task_fetched']:.1f}", tasks(r)]
         lines += ["", f"### About {target} experts", ""]
         lines.append(table([*heads, "experts on tasks", "tasks, %"], cells, left=2))
-    return "\n".join([*lines, "", reading(rows), "", origin(dense, "quality.jsonl")])
+    return "\n".join([*lines, "", reading(rows), "", origin(dense)])
 
 
 def reading(rows: list[Row]) -> str:
@@ -108,7 +92,7 @@ def geometry_table(rows: list[Row]) -> str:
             "left out of cosines and fit, as in the paper. Published: three large models.",
             table(["quantity", "here", "published"], cells),
             table(["omitted experts of a token", "tokens", "U_eff", "rho = exact / additive"], omitted),
-            origin(row, "analysis.jsonl"),
+            origin(row),
         ]
     )
 
@@ -130,9 +114,7 @@ def study_table(rows: list[Row], bench: str, published: dict[str, str] | None = 
         cells.append([r["policy"], f"{r['fetched']:.2f}", f"{100 * r['retained_energy']:.1f} %"])
         cells[-1] += [pm(r["agreement"], r["agreement_ci95"], 1), loss(r), f"{r['task_fetched']:.2f}", tasks(r)]
         cells[-1] += [published.get(r["policy"], "")] if published else []
-    return "\n\n".join(
-        [table([*heads, *(["published"] if published else [])], cells), origin(rows[0], "analysis.jsonl")]
-    )
+    return "\n\n".join([table([*heads, *(["published"] if published else [])], cells), origin(rows[0])])
 
 
 SELECTION = {
@@ -151,7 +133,7 @@ def batch_table(rows: list[Row]) -> str:
         counts = [f"{mine['dense']['fetched']:.1f}", f"{mine['oea']['fetched']:.1f}", f"{mine['base']['fetched']:.0f}"]
         cells.append([str(size), *counts, *(loss(mine[rule]) for rule in rules)])
     heads = ["batch", "unchanged", "OEA's union", "budget", "OEA k0=1", "squared", "static", "BASE"]
-    return "\n\n".join([table(heads, cells), origin(rows[0], "analysis.jsonl")])
+    return "\n\n".join([table(heads, cells), origin(rows[0])])
 
 
 def draining_table(rows: list[Row]) -> str:
@@ -169,7 +151,7 @@ def draining_table(rows: list[Row]) -> str:
             f"{full['items']} items, {full['B']} in flight: {full['rows_a_step']:.1f} rows a step when a finished "
             f"item's place is refilled, {low['rows_a_step']:.1f} when the batch drains.",
             table(heads, cells),
-            origin(full, "analysis.jsonl"),
+            origin(full),
         ]
     )
 
@@ -198,7 +180,7 @@ def routing_table(rows: list[Row]) -> str:
             f"{check['of_them_with_tied_sums']} of which the last sum kept and the first left out are equal up to "
             f"rounding; weights within {check['largest_weight_error']:.0e}; {check['replays']:,} replays of a graph, "
             f"{check['replays_with_other_ids']} with other ids than the first.",
-            origin(first, "routing.jsonl"),
+            origin(first),
         ]
     )
 
@@ -242,7 +224,7 @@ def decode_table(rows: list[Row]) -> str:
             "engine.",
             table([*heads, "tokens/s, all", "expert GB/s"], cells, left=2),
             *lines,
-            origin(first, "decode.jsonl"),
+            origin(first),
         ]
     )
 
@@ -290,7 +272,7 @@ def ranks_table(rows: list[Row]) -> str:
     heads = ["model", "parallel", "policy", "B", "budget", "experts a layer", "of the fullest rank", "ms a step"]
     heads += ["repeats apart, %", "times faster than without plugin", "same tokens without plugin and dense", "path"]
     newest = max(last.values(), key=lambda r: r["date"])
-    return "\n\n".join([table(heads, cells, left=3), origin(newest, "decode.jsonl")])
+    return "\n\n".join([table(heads, cells, left=3), origin(newest)])
 
 
 SPREAD = "docs/methods/spread.md"

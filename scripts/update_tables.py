@@ -39,7 +39,12 @@ LABELS = {
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    """The rows of NAME.jsonl, those of NAME-*.jsonl before them, each with the `file` it stands in."""
+    return [
+        {**json.loads(line), "file": path.name}
+        for path in (*sorted(RESULTS.glob(f"{name}-*.jsonl")), RESULTS / f"{name}.jsonl")
+        for line in path.read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def newest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

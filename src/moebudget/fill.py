@@ -27,6 +27,11 @@ class Fill(Protocol):
     def __call__(self, active: Active, batch: RouterBatch, stats: LayerStats) -> Routing: ...
 
 
+def executed_experts(routing: Routing, batch: RouterBatch) -> Tensor:
+    """[T, N] bool: the experts whose output a row takes, so not those that only an unused slot names."""
+    return torch.zeros_like(batch.probs).scatter_add(-1, routing.ids, (routing.weights != 0).float()) > 0
+
+
 def kept_routes(active: Active, batch: RouterBatch) -> Tensor:
     """[T, K] bool: which of the model's own routes lie inside the set."""
     return _inside(active, batch).gather(-1, batch.ids)
@@ -235,6 +240,6 @@ class StandIn:
 
     def __call__(self, active: Active, batch: RouterBatch, stats: LayerStats) -> Routing:
         routing = self.fill(active, batch, stats)
-        runs = torch.zeros_like(batch.probs).scatter_add(-1, routing.ids, (routing.weights != 0).float()) > 0
+        runs = executed_experts(routing, batch)
         length = torch.where(runs, 0.0, PredictedEnergy()(batch, stats).sqrt())  # [T, N], 0 off the model's routes
         return dataclasses.replace(routing, shift=length @ stats["output_direction"].float())

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from moebudget.fill import Backfill, Fill, widen
+from moebudget.fill import Backfill, Fill, executed_experts, widen
 from moebudget.score import PredictedEnergy, log_energies, on_routes
 from moebudget.types import Active, LayerStats, RouterBatch, Routing
 
@@ -89,7 +89,7 @@ class Sketch:
 
     def __call__(self, active: Active, batch: RouterBatch, stats: LayerStats) -> Routing:
         routing = self.fill(active, batch, stats)
-        runs = torch.zeros_like(batch.probs).scatter_add(-1, routing.ids, (routing.weights != 0).float()) > 0
+        runs = executed_experts(routing, batch)
         lost = torch.where(runs, 0.0, on_routes(batch, batch.weights))  # [T, N]
         z = torch.where(batch.live[..., None], batch.hidden.float(), 0.0)
         read, written = stats["sketch_in"].float(), stats["sketch_out"].float()

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moebudget.fill import executed_experts
 from moebudget.policy import Policy
 from moebudget.select import Price, native_union
 from moebudget.types import NO_STATS, LayerStats, RouterBatch, Routing
@@ -37,10 +38,10 @@ def count_step(batch: RouterBatch, routing: Routing) -> Tensor:
     live = batch.live  # [..., T]
     voting = live.any(-1)
     fetched = fetched_experts(routing, batch)
-    executed = torch.zeros_like(batch.probs).scatter_add(-1, routing.ids, (routing.weights != 0).float()) > 0
-    runs = executed.gather(-1, batch.ids)
-    own = runs | (batch.weights == 0)  # leaving out a route of weight 0 changes nothing
-    routed = torch.zeros_like(executed).scatter(-1, batch.ids, True)
+    runs = executed_experts(routing, batch)
+    ran = runs.gather(-1, batch.ids)
+    own = ran | (batch.weights == 0)  # leaving out a route of weight 0 changes nothing
+    routed = torch.zeros_like(runs).scatter(-1, batch.ids, True)
     mass = batch.weights.abs().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
     lost = torch.where(own, 0.0, batch.weights.abs()).sum(-1) / mass
     native = native_union(batch).sum(-1)
@@ -49,10 +50,10 @@ def count_step(batch: RouterBatch, routing: Routing) -> Tensor:
         live.sum(-1),
         native,
         fetched.sum(-1) * voting,
-        torch.where(live, (executed & ~routed).sum(-1), 0).sum(-1),
+        torch.where(live, (runs & ~routed).sum(-1), 0).sum(-1),
         torch.where(live, (~own).sum(-1), 0).sum(-1),
         torch.where(live, lost, 0.0).sum(-1),
-        (live & ~runs.any(-1) & (batch.weights != 0).any(-1)).sum(-1),
+        (live & ~ran.any(-1) & (batch.weights != 0).any(-1)).sum(-1),
         batch.weights.isnan().any(-1).sum(-1),
         voting & ((~own).sum(-1) * live).sum(-1).eq(0),
     )

@@ -11,7 +11,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from moebudget.allocate.measure import forced_passes
-from moebudget.fill import Fill
+from moebudget.fill import Fill, executed_experts
 from moebudget.integrations.families import MoeLayer
 from moebudget.integrations.transformers import attach
 from moebudget.presets import base
@@ -136,8 +136,7 @@ class _Collector:
 
     def __call__(self, active: Active, batch: RouterBatch, stats: LayerStats) -> Routing:
         routing = self.fill(active, batch, stats)
-        executed = torch.zeros_like(batch.probs).scatter_add(-1, routing.ids, (routing.weights != 0).float()) > 0
-        runs = executed.gather(-1, batch.ids)
+        runs = executed_experts(routing, batch).gather(-1, batch.ids)
         live = batch.live
         hidden, ids = batch.hidden[live], batch.ids[live]
         self.sums.add(hidden, ids, batch.weights[live], self.layer.route_outputs(hidden, ids), runs[live])

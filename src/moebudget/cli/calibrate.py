@@ -56,7 +56,8 @@ def calibrate_command(
     from moebudget.types import ALLOCATED, PLACEMENT, SKETCHED
 
     asked = parse_many(policies or [])
-    wanted = frozenset().union(*(p.needs for p in asked)) - PLACEMENT - ALLOCATED - SKETCHED
+    needs = frozenset().union(*(p.needs for p in asked))
+    wanted = needs - PLACEMENT - ALLOCATED - SKETCHED
     if policies and not wanted:
         raise ValueError(f"--for {','.join(policies)}: none of these policies needs statistics")
     require_folder(output)
@@ -72,8 +73,8 @@ def calibrate_command(
     )  # fmt: skip
     stats.save(output)
     Console(stderr=True).print(f"wrote {output}")
-    if frozenset().union(*(p.needs for p in asked)) & ALLOCATED:
+    if needs & ALLOCATED:
         Console(stderr=True).print(f"for spread and price go on with: moebudget allocate {model} --stats {output} ...")
-    if frozenset().union(*(p.needs for p in asked)) & SKETCHED:
+    if needs & SKETCHED:
         Console(stderr=True).print(f"for sketch go on with: moebudget sketch {model} --stats {output} ...")
     sys.stdout.write(json.dumps({"output": str(output), **stats.info}) + "\n")
