@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,11 +43,12 @@ def main() -> None:
     a = ap.parse_args()
 
     def run(model: str, turn: Turn | None = None) -> None:
-        rows = run_decode(
-            model, a.policy, a.budget, a.batch, prompt=a.prompt, tokens=a.tokens, repeats=a.repeats,
-            stats=a.stats if Path(model).is_dir() else None, union=a.union, off=not a.no_off, uneven=a.uneven,
-            turn=turn, **a.engine,
-        )  # fmt: skip
+        with nullcontext() if turn is None else turn.or_abort():
+            rows = run_decode(
+                model, a.policy, a.budget, a.batch, prompt=a.prompt, tokens=a.tokens, repeats=a.repeats,
+                stats=a.stats if Path(model).is_dir() else None, union=a.union, off=not a.no_off, uneven=a.uneven,
+                turn=turn, **a.engine,
+            )  # fmt: skip
         provenance.append_rows(a.results, rows)
         for row in rows:
             print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items() if k not in ("versions",)})

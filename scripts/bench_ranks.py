@@ -89,14 +89,11 @@ def main() -> None:
         each = [max(1, m // a.ranks) for m in a.budget]
         asked = {p: each if p.startswith("base_ep") else a.budget for p in policies if p is not None}
         expert = {"enable_expert_parallel": True} if kind == "ep" else {}
-        try:
+        with turn.or_abort():
             return run_policies(
                 folder, asked, (a.batch,), prompt=a.prompt, tokens=a.tokens, repeats=a.repeats, stats=a.stats,
                 off=None in policies, turn=turn, tensor_parallel_size=a.ranks, **expert, **shared,
             )  # fmt: skip
-        except BaseException:
-            turn.started.abort()  # the other kind's engines wait
-            raise
 
     try:
         check_memory(config, len(a.cases), a.ranks)

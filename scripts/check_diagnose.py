@@ -55,14 +55,11 @@ def main() -> int:
     print(f"a copy moves {gb_s:,.0f} GB/s", flush=True)
 
     def run(model: str, batches: list[int], arguments: dict[str, Any], turn: Turn) -> list[dict[str, Any]]:
-        try:
+        with turn.or_abort():
             return measure(
                 model, read_config(model), "vllm", batches=batches, budget=a.budget, steps=a.steps, gb_s=gb_s,
                 turn=turn, device=device, arguments={**SHARED, **arguments},
             )  # fmt: skip
-        except BaseException:
-            turn.started.abort()  # the other engine waits for it
-            raise
 
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -34,6 +34,7 @@ from moebudget.demo.run import NAME, heldout_windows
 from moebudget.evaluate.devices import DeviceLoads, record_steps, simulate_devices
 from moebudget.integrations.loading import vocabulary
 from moebudget.placement import TransferFit
+from moebudget.report.rows import several_devices
 from moebudget.stats import Stats
 from moebudget.types import RouterBatch
 
@@ -50,7 +51,7 @@ def constants(results: Path, batch: int) -> dict[str, float]:
     def rows(name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (results / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
 
-    decode = [r for r in rows("decode") if r["bench"] == "decode_fit" and r.get("tp", 1) == 1]
+    decode = [r for r in rows("decode") if r["bench"] == "decode_fit" and not several_devices(r)]
     fits = [r for r in decode if (r["model"], r["B"]) == ("qwen3-30b", batch)]
     link = rows("transfers")[-1]
     fit = TransferFit(link["t0_us"] * 1e-6, link["gb_a_second"] * 1e9)

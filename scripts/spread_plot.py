@@ -9,6 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from spread_tables import newest
+from study_spread import BOTH
 from tables import Row, above
 
 TEXT = {  # rule -> colour, marker
@@ -16,7 +17,6 @@ TEXT = {  # rule -> colour, marker
     "spread, stand-in": ("#b185db", "P"), "OEA": ("#386641", "D"),
 }  # fmt: skip
 NAMES = {"OEA": ("OEA, k0 = 1", "OEA, k0 = 2")}  # rules of several rows
-BOTH = "text and tasks, 4 at least"
 LABELS = {"BASE": "BASE", "BASE, half": "BASE, corrected weights", "spread": "spread over the layers",
           "spread, stand-in": "spread, with stand-ins", "OEA": "OEA"}  # fmt: skip
 LINES = ("-", "--")  # of the trainings
@@ -43,7 +43,7 @@ def plot_layers(of: dict[str, list[Row]], path: Path) -> None:
                 [r for r in mixed if (r["method"], r["allocated_on"]) == ("spread", BOTH)],
             ),
             "spread, allocated on text alone": (
-                ("#5a189a", "x"),
+                (TEXT["spread"][0], "x"),
                 [r for r in newest(rows, "spread_tasks") if r["method"] == "spread"],
             ),
             "OEA": (TEXT["OEA"], [r for r in newest(rows, "spread_tasks") if r["method"] in NAMES["OEA"]]),

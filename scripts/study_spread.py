@@ -53,10 +53,9 @@ ROUNDS = 3  # of exchanges
 SIZES = (8, 32, 4, 64, 1)
 ALONE = 5  # experts a layer at batch 1, where 8 is all
 TOKENS = 300_000  # of calibration text, as in compare_methods.py
-MIXED = {  # allocations compared by `mixed`: with task documents or not, and the least experts of a layer
-    "text and tasks": (True, 1), "text, 4 at least": (False, 4), "text and tasks, 4 at least": (True, 4),
-}  # fmt: skip
 BOTH = "text and tasks, 4 at least"
+# Allocations compared by `mixed`: with task documents or not, and the least experts of a layer.
+MIXED = {"text and tasks": (True, 1), "text, 4 at least": (False, 4), BOTH: (True, 4)}
 TASK_BYTES = 200_000  # of generated task documents, of which as many windows are taken as of a domain of the text
 STAGES = ("calibrate", "allocate", "measure", "tasks", "sizes", "domains", "mixed")
 

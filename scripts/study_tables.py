@@ -7,6 +7,7 @@ from tables import Row, above, origin, table
 
 from moebudget.demo.run import NAME
 from moebudget.evaluate.report import pm
+from moebudget.report.rows import several_devices
 
 
 def last_run(rows: list[Row], bench: str) -> list[Row]:
@@ -247,13 +248,13 @@ def speed_line(rows: list[Row]) -> str:
 
 
 def one_gpu(rows: list[Row]) -> list[Row]:
-    return [r for r in rows if r.get("tp", 1) == 1]
+    return [r for r in rows if not several_devices(r)]
 
 
 def ranks_table(rows: list[Row]) -> str:
     """The last row of every model, policy and budget on several GPUs, beside the engine without the plugin."""
     keys = ("model", "weights", "layers", "B", "tp", "ep", "policy", "M")
-    last = {tuple(r[k] for k in keys): r for r in rows if r["bench"] == "decode" and r.get("tp", 1) > 1}
+    last = {tuple(r[k] for k in keys): r for r in rows if r["bench"] == "decode" and several_devices(r)}
     if not last:
         return "No rows yet: nothing was timed on several GPUs."
     cells = []

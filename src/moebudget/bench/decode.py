@@ -15,7 +15,7 @@ import multiprocessing
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +95,10 @@ def rows_of(
 
 def _apart(arguments: tuple[Any, ...]) -> list[Timing]:
     """`decode` in a process of its own, so that the GPU's memory is free again afterwards."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(decode, *arguments).result()
-        except BaseException:
-            if arguments[-1] is not None:
-                arguments[-1].started.abort()  # the others wait for it
-            raise
+    turn: Turn | None = arguments[-1]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn) as pool, nullcontext() if turn is None else turn.or_abort():
+        return pool.submit(decode, *arguments).result()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from statistics import median
 from threading import BrokenBarrierError
@@ -79,6 +79,15 @@ class Turn:
     @classmethod
     def of(cls, manager: Any, engines: int) -> Turn:
         return cls(manager.Barrier(engines), manager.Condition(), manager.list())
+
+    @contextmanager
+    def or_abort(self) -> Iterator[None]:
+        """Wake the other engines, which wait for this one, if something fails here."""
+        try:
+            yield
+        except BaseException:
+            self.started.abort()
+            raise
 
     def __enter__(self) -> None:
         me = uuid.uuid4().hex
