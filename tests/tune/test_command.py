@@ -12,8 +12,8 @@ import torch
 from moebudget import attach, load_stats
 from moebudget.calibrate.run import DEFAULT_NEEDS
 from moebudget.demo.run import MODEL
+from moebudget.integrations.families import facts_of
 from moebudget.integrations.loading import load_model, require_memory, skeleton, weight_bytes
-from moebudget.integrations.transformers import facts_of
 from moebudget.settings import read_settings
 from moebudget.stats import Stats
 from tests.test_cli import refused, run

@@ -20,9 +20,8 @@ from moebudget.calibrate.data import Corpus, Packed
 from moebudget.calibrate.pairs import Direction, Folding, RouteRatios, Similarity
 from moebudget.calibrate.passes import LastLayerSeen, batches, forward
 from moebudget.calibrate.validate import validate
-from moebudget.integrations.families import MoeLayer, model_facts, moe_layers
+from moebudget.integrations.families import MoeLayer, model_facts, model_type, moe_layers
 from moebudget.integrations.observe import observe_routes
-from moebudget.integrations.transformers import model_type
 from moebudget.provenance import versions
 from moebudget.rivals import METRICS
 from moebudget.stats import ModelFacts, Stats

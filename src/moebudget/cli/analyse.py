@@ -39,7 +39,7 @@ def analyse_command(
     from moebudget.analyse import STUDIES, Setting, can_run, require_study, run_study
     from moebudget.analyse.show import plot_studies, tables
     from moebudget.demo.tasks import load_items
-    from moebudget.integrations.transformers import facts_of
+    from moebudget.integrations.families import facts_of
     from moebudget.stats import Stats, load_stats
 
     known = None if stats is None else load_stats(stats)

@@ -140,7 +140,7 @@ def read_inputs(
     from moebudget.demo.tasks import load_items
     from moebudget.evaluate.windows import read_sliced, read_windows
     from moebudget.integrations import loading
-    from moebudget.integrations.transformers import facts_of
+    from moebudget.integrations.families import facts_of
     from moebudget.stats import load_stats
 
     embedded = model == DEMO

@@ -175,3 +175,13 @@ def model_facts(layers: list[MoeLayer], family: str) -> ModelFacts:
     n, d = first.weight.shape
     digest = "" if first.weight.is_meta else hash_routers(ends)
     return ModelFacts(family, indices, n, first.spec.top_k, d, digest)
+
+
+def model_type(model: nn.Module) -> str:
+    """The architecture name that transformers uses, of the text part of the model."""
+    return str(text_config(model).model_type)
+
+
+def facts_of(model: nn.Module) -> ModelFacts:
+    """What statistics of this model must agree on."""
+    return model_facts(moe_layers(model), model_type(model))

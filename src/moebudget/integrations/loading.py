@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moebudget.integrations.families import require_family
-from moebudget.integrations.transformers import facts_of
+from moebudget.integrations.families import facts_of, require_family
 from moebudget.stats import ModelFacts, Stats
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")

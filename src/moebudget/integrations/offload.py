@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from moebudget.cache import LfuCache, Load
-from moebudget.integrations.families import MoeLayer, UnsupportedModelError, moe_layers
-from moebudget.integrations.transformers import MARK, facts_of
+from moebudget.integrations.families import MoeLayer, UnsupportedModelError, facts_of, moe_layers
+from moebudget.integrations.transformers import MARK
 from moebudget.placement import TransferFit
 from moebudget.stats import Stats
 
@@ -72,22 +72,26 @@ class LayerCache:
     def run(self, forward: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """hidden [T, d], ids and weights [T, K] -> [T, d], as `forward` computes it with all experts at hand.
 
-        The one place where the host waits for the device: it must know the experts.
+        The host waits for the device once: it must know the experts.
         """
-        used = torch.zeros_like(self.missing).index_fill_(0, ids.flatten(), True)
-        needed = [expert for expert, here in enumerate(used.tolist()) if here]
+        routes = ids.flatten().cpu()  # [T * K]
+        needed = routes.unique().tolist()
         passes = self.cache.plan(needed)
         self.counters += CacheCounters(calls=1, passes=len(passes))
         if len(passes) <= 1:
             self._load(needed)
             return self._call(forward, hidden, ids, weights)
-        outputs = hidden.new_zeros(*ids.shape, hidden.shape[-1])  # [T, K, d]
+        outputs = hidden.new_zeros(len(routes), hidden.shape[-1])
         for group in passes:
             self._load(group)
-            here = torch.isin(ids, torch.tensor(group, device=ids.device))
-            rows = here.nonzero()[:, 0]
-            outputs[here] = self._call(forward, hidden[rows], ids[here][:, None], weights[here][:, None])
-        return outputs.sum(1)
+            at = self._upload(torch.isin(routes, torch.tensor(group)).nonzero()[:, 0])  # routes of this pass
+            parts = ids.flatten()[at][:, None], weights.flatten()[at][:, None]
+            outputs.index_copy_(0, at, self._call(forward, hidden[at // ids.shape[-1]], *parts))
+        return outputs.view(*ids.shape, -1).sum(1)
+
+    def _upload(self, values: Tensor) -> Tensor:
+        """Values on the host -> on the device, from pinned memory, or the host would wait for all copies before."""
+        return (values.pin_memory() if self.stream else values).to(self.device, non_blocking=True)
 
     def _call(self, forward: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The experts' own forward on the slots. `eager` adds up in the order of experts, so it needs their ids."""
@@ -124,8 +128,7 @@ class LayerCache:
 
     def _publish(self) -> None:
         table = [self.cache.slot_of.get(expert, -1) for expert in range(len(self.missing))]
-        pinned = torch.tensor(table, pin_memory=self.stream is not None)  # or the host would wait for the copies
-        self.slot_of.copy_(pinned, non_blocking=True)
+        self.slot_of.copy_(self._upload(torch.tensor(table)))
         torch.lt(self.slot_of, 0, out=self.missing)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -57,7 +59,7 @@ def route_steps(
 
 def route_forward(
     layer: MoeLayer,
-    decode: LayerRouter,
+    decode: Callable[..., Routing],
     prefill: LayerRouter | None,
     inputs: tuple[Tensor, Tensor, Tensor],
     steps: Tensor | None,
@@ -65,7 +67,8 @@ def route_forward(
 ) -> Routing:
     """What runs in one forward pass: `decode` on the decode steps, `prefill` (None: the model's routes) on the rest.
 
-    inputs: hidden [T, d], ids and weights [T, K] as the model computed them.
+    inputs: hidden [T, d], ids and weights [T, K] as the model computed them; `decode` takes them, steps and voting as
+    `route_steps` does.
     """
     ids, weights = inputs[1:]
     routed = Routing(ids, weights)
@@ -73,7 +76,7 @@ def route_forward(
         routed = route_steps(layer, prefill, *inputs, prefill_rows(len(ids), steps, ids.device))
     if steps is None:
         return routed
-    decoded = route_steps(layer, decode, *inputs, steps, voting)
+    decoded = decode(*inputs, steps, voting)
     if prefill is None:
         return decoded
     shifts = [r.shift for r in (routed, decoded) if r.shift is not None]  # of different rows

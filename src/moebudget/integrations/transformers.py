@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moebudget.integrations.families import model_facts, moe_layers, text_config
+from moebudget.integrations.families import facts_of, model_facts, model_type, moe_layers
+from moebudget.integrations.graphs import StepGraphs
 from moebudget.integrations.observe import restore
 from moebudget.integrations.steps import route_forward
 from moebudget.placement import Placement
@@ -19,7 +21,7 @@ from moebudget.policy import Policy
 from moebudget.presets import parse
 from moebudget.runtime import Counters, LayerRouter, chain, read_counters
 from moebudget.settings import resolve
-from moebudget.stats import ModelFacts, Stats, place, require_stats
+from moebudget.stats import Stats, place, require_stats
 from moebudget.types import NO_STATS
 
 MARK = "_moebudget_run"
@@ -39,10 +41,12 @@ class Run:
         stats: Stats | None,
         finished_ids: frozenset[int] | None,
         prefill: Policy | None = None,
+        graphs: bool = True,
     ) -> None:
         self.model, self.policy, self.finished_ids = model, policy, finished_ids
         self.layers = moe_layers(model)
         self.routers = self._routers(policy, stats)
+        self.graphs = StepGraphs(graphs)
         self.prefill_routers = None if prefill is None else self._routers(prefill, stats)
         self._steps: Tensor | None = None  # [S, B] rows of the decode steps in this forward pass, None = prefill
         self._voting: Tensor | None = None  # [S, B] which of them vote, None = all
@@ -156,15 +160,17 @@ class Run:
     def _before_experts(self, position: int) -> Callable[..., Any]:
         layer, router = self.layers[position], self.routers[position]
         prefill = None if self.prefill_routers is None else self.prefill_routers[position]
+        decode = functools.partial(self.graphs, layer, router)
+        signature = inspect.signature(type(layer.experts).forward)
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self._seen += 1
             if self._steps is None and prefill is None:
                 return None
-            call = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+            call = signature.bind(module, *args, **kwargs)
             names = list(call.arguments)[1:4]  # hidden, ids, weights
             hidden, ids, weights = (call.arguments[name] for name in names)
-            routed = route_forward(layer, router, prefill, (hidden, ids, weights), self._steps, self._voting)
+            routed = route_forward(layer, decode, prefill, (hidden, ids, weights), self._steps, self._voting)
             call.arguments[names[1]], call.arguments[names[2]] = routed.ids, routed.weights
             self._shift = routed.shift
             return call.args[1:], call.kwargs
@@ -176,20 +182,10 @@ class Run:
         return output if shift is None else output + shift.to(output.dtype)
 
 
-def facts_of(model: nn.Module) -> ModelFacts:
-    """What statistics of this model must agree on."""
-    return model_facts(moe_layers(model), model_type(model))
-
-
 def place_experts(model: nn.Module, stats: Stats | None, devices: int) -> Stats:
     """The statistics (or, without any, the model's facts alone) with its experts on `devices` in equal blocks."""
     facts = facts_of(model)
     return place(facts if stats is None else stats, Placement.contiguous(facts.experts, devices))
-
-
-def model_type(model: nn.Module) -> str:
-    """The architecture name that transformers uses, of the text part of the model."""
-    return str(text_config(model).model_type)
 
 
 @contextmanager
@@ -201,6 +197,7 @@ def attach(
     budgets: Sequence[int] | None = None,
     finished_ids: frozenset[int] | None = None,
     prefill: Policy | str | None = None,
+    graphs: bool = True,
 ) -> Iterator[Run]:
     """Re-route the model's decode steps by `policy` inside the `with` block; the model is itself again afterwards.
 
@@ -216,7 +213,8 @@ def attach(
     steps, padding included, are one batch to it.
 
     `generate` compiles static-cache decoding on some devices; that is switched off while attached, because the hooks
-    count on the host.
+    count on the host. On a GPU a layer's policy is captured in a CUDA graph at its second step of a number of rows;
+    `graphs=False` runs it launch by launch, as a policy of your own needs that reads tensors on the host.
 
     Raises UnsupportedModelError, StatsError or MissingStatisticError before anything is changed, RuntimeError if the
     model is attached to already. Warns on exit if no decode step was seen.
@@ -227,7 +225,7 @@ def attach(
         raise RuntimeError(
             f"a policy is attached to this model already ({getattr(model, MARK)!s}); leave that block first"
         )
-    run = Run(model, policy, stats, finished_ids, prefill)
+    run = Run(model, policy, stats, finished_ids, prefill, graphs)
     if budgets is not None:
         run.set_budget(budgets)
     with ExitStack() as undo:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moebudget import provenance
 from moebudget.evaluate.base import Base, unchanged
 from moebudget.evaluate.report import Quality, evaluate
-from moebudget.integrations.transformers import facts_of
+from moebudget.integrations.families import facts_of
 from moebudget.policy import Policy
 from moebudget.settings import read_settings
 from moebudget.stats import Stats
