@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -37,10 +38,16 @@ def main() -> None:
     ap.add_argument("--union", type=float)
     ap.add_argument("--uneven", nargs="*", type=int, default=[], help="average budgets to time unevenly as well")
     ap.add_argument("--no-off", action="store_true")
+    ap.add_argument(
+        "--in-process", action="store_true",
+        help="no process of its own for vLLM's core: requests arrive alike, so that two engines make equal steps",
+    )  # fmt: skip
     ap.add_argument("--together", action="store_true", help="start all engines at once")
     ap.add_argument("--engine", type=json.loads, default={}, help="further arguments of vLLM's LLM, as JSON")
     ap.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/decode.jsonl")
     a = ap.parse_args()
+    if a.in_process:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
     def run(model: str, turn: Turn | None = None) -> None:
         with nullcontext() if turn is None else turn.or_abort():
