@@ -5,7 +5,9 @@
     python scripts/bench_ranks.py --cases ep_off ep_base            # all 48 layers
     python scripts/bench_ranks.py demo --stats stats.safetensors    # the embedded model; `moebudget demo` writes them
 
-One engine a case; all start side by side, and then they are timed in turns, repeat by repeat. Rows go to
+One engine a case; all start side by side, and then they are timed in turns, repeat by repeat. vLLM's core runs in the
+engine's own process, so that requests arrive alike: steps of other sizes than in the warm-up would compile kernels for
+a second while the clock runs. Rows go to
 benchmarks/results/decode.jsonl. `ep` and `tp` are two ranks; of the policies `base` bounds the sum over ranks, `level`
 the sum before the other rank is filled up to the fullest, and `rank` every rank, at the budgets over the ranks.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -95,6 +98,7 @@ def main() -> None:
                 off=None in policies, turn=turn, tensor_parallel_size=a.ranks, **expert, **shared,
             )  # fmt: skip
 
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
         check_memory(config, len(a.cases), a.ranks)
         with (

@@ -103,6 +103,7 @@ def start(name: str, job: dict[str, Any], folder: Path, env: dict[str, str], lim
     own = {
         **os.environ, "PYTHONPATH": os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")]),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # requests arrive in one order, so that two engines make equal steps
+        "TORCHINDUCTOR_DETERMINISTIC": "1",  # nor may what was faster on a busy GPU decide in which order they add
         "VLLM_CACHE_ROOT": str(folder / f"{name}.cache"), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **env,
     }  # fmt: skip
     with log.open("w") as out:

@@ -230,6 +230,21 @@ def decode_table(rows: list[Row]) -> str:
     )
 
 
+def twins_table(rows: list[Row]) -> str:
+    """The last row of every model and batch size whose engines decoded alike with a budget of N and without plugin."""
+    dense = [r for r in rows if r["bench"] == "decode" and r.get("in_process") and r["off_same_tokens"]]
+    last = {(r["model"], r["weights"], r["B"]): r for r in dense if r["tpot_ms"] == r["dense_tpot_ms"]}
+    cells = []
+    for r in last.values():
+        more = 100 * (r["tpot_ms"] / r["off_tpot_ms"] - 1)
+        times = [f"{r['tpot_ms']:.2f}", f"{r['off_tpot_ms']:.2f}", f"{more:.1f}"]
+        apart = f"{100 * r['spread']:.1f}, {100 * r['off_spread']:.1f}"
+        cells.append([r["model"], r["weights"], str(r["B"]), f"{r['fetched']:.1f}", *times, apart])
+    heads = ["model", "weights", "B", "experts a layer", "budget of all, ms a step", "without plugin, ms", "more, %"]
+    newest = max(last.values(), key=lambda r: r["date"])
+    return "\n\n".join([table([*heads, "repeats apart, %"], cells, left=2), origin(newest)])
+
+
 def speed_line(rows: list[Row]) -> str:
     """What the README says about speed, from the newest line at 16 rows of the largest model."""
     line = [r for r in rows if r["bench"] == "decode_fit" and (r["model"], r["B"]) == ("qwen3-30b", 16)][-1]
@@ -248,13 +263,16 @@ def speed_line(rows: list[Row]) -> str:
 
 
 def one_gpu(rows: list[Row]) -> list[Row]:
-    return [r for r in rows if not several_devices(r)]
+    """Those that were timed as vLLM serves, with its core in a process of its own."""
+    return [r for r in rows if not several_devices(r) and not r.get("in_process")]
 
 
 def ranks_table(rows: list[Row]) -> str:
-    """The last row of every model, policy and budget on several GPUs, beside the engine without the plugin."""
+    """Every policy and budget of a model's last run on several GPUs, beside the engine without the plugin."""
     keys = ("model", "weights", "layers", "B", "tp", "ep", "policy", "M")
-    last = {tuple(r[k] for k in keys): r for r in rows if r["bench"] == "decode" and several_devices(r)}
+    several = [r for r in rows if r["bench"] == "decode" and several_devices(r)]
+    commit = {r["model"]: r["commit"] for r in several}  # of the last
+    last = {tuple(r[k] for k in keys): r for r in several if r["commit"] == commit[r["model"]]}
     if not last:
         return "No rows yet: nothing was timed on several GPUs."
     cells = []
@@ -294,6 +312,7 @@ def blocks(
     trainings = {name: large[prefix] for name, prefix in TRAININGS.items()}
     return {
         ("docs/vllm.md", "decode-table"): decode_table(one_gpu(decode)),
+        ("docs/vllm.md", "twins-table"): twins_table([r for r in decode if not several_devices(r)]),
         ("docs/vllm.md", "ranks-table"): ranks_table(decode),
         ("README.md", "speed"): speed_line(one_gpu(decode)),
         **{(SPREAD, place): text for place, text in spread_tables.blocks(spread).items()},

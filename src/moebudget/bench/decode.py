@@ -11,10 +11,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import multiprocessing
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,8 @@ import numpy as np
 import torch
 
 from moebudget import provenance
-from moebudget.bench.engine import Plan, Timing, Turn, decode
+from moebudget.bench.apart import apart
+from moebudget.bench.engine import Plan, Timing, Turn, decode, in_process
 from moebudget.bench.line import fit
 from moebudget.bench.sizes import UNIONS, moe_facts, random_stats, read_config
 from moebudget.integrations.loading import MissingExtraError
@@ -52,7 +52,7 @@ def rows_of(
     """Rows for benchmarks/results/decode.jsonl: one a setting, one line a batch size, and uneven budgets beside it."""
     shared = {
         "model": name, "weights": "random" if plan.random else "trained", "policy": policy,
-        "tp": dict(plan.engine).get("tensor_parallel_size", 1), "ep": found[0].ranks,
+        "tp": dict(plan.engine).get("tensor_parallel_size", 1), "ep": found[0].ranks, "in_process": in_process(),
     }  # fmt: skip
     for batch in plan.batches:
         mine = [t for t in found if t.batch == batch and not t.budgets]
@@ -94,11 +94,10 @@ def rows_of(
 
 
 def _apart(arguments: tuple[Any, ...]) -> list[Timing]:
-    """`decode` in a process of its own, so that the GPU's memory is free again afterwards."""
+    """`decode` in a process of its own; the other engines do not wait for one that failed."""
     turn: Turn | None = arguments[-1]
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn) as pool, nullcontext() if turn is None else turn.or_abort():
-        return pool.submit(decode, *arguments).result()
+    with nullcontext() if turn is None else turn.or_abort():
+        return apart(decode, *arguments)
 
 
 @contextmanager

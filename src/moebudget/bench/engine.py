@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,11 @@ import torch
 START = 900  # seconds that engines started side by side wait for the last of them
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 log = logging.getLogger("vllm.moebudget")  # vLLM's handlers print it
+
+
+def in_process() -> bool:
+    """Whether vLLM runs in the process that asks, so that all requests of a batch arrive before its first step."""
+    return os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +209,8 @@ def decode(
                 turn.started.wait(START)  # taking an engine down would disturb the last to be timed
         return found
     finally:
-        llm.llm_engine.engine_core.shutdown()  # or this process waits for the engine's forever
+        if not in_process():  # an engine in this process ends with it
+            llm.llm_engine.engine_core.shutdown()  # or this process waits for the engine's forever
 
 
 def _counts(states: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
