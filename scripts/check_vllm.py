@@ -67,6 +67,9 @@ CASES = {
     "ep2": Case(EP, gpus=2),
     "ep2_rank": Case(EP, f"base_ep:budget={EXPERTS}", 3, "rank", debug=True, gpus=2),
     "ep2_level": Case(EP, f"base:budget={EXPERTS},level=yes", BUDGET, "level", debug=True, gpus=2),
+    "float32": Case({"dtype": "float32"}),
+    "tp2_float32": Case({"tensor_parallel_size": 2, "dtype": "float32"}, gpus=2),
+    "ep2_float32": Case({**EP, "dtype": "float32"}, gpus=2),
 }
 
 
@@ -285,12 +288,17 @@ def facts(capped: dict[str, Any]) -> dict[str, Any]:
 def on_one(case: Case, capped: dict[str, Any], single: Future[dict[str, Any]] | None) -> dict[str, Any]:
     """How many requests of two GPUs without a limit have the tokens of one GPU without the plugin.
 
-    Not all need to: sums over ranks are rounded to bfloat16 in another order, with the plugin as without.
+    In bfloat16 not all need to, with the plugin as without: sums over ranks are rounded in another order.
     """
     if case.gpus == 1 or single is None or "error" in capped or "error" in single.result():
         return {}
     tokens, alone = capped["phases"][0]["tokens"], single.result()["phases"][0]["tokens"]
     return {"same_as_one_gpu": sum(a == b for a, b in zip(tokens, alone, strict=True)), "requests": len(alone)}
+
+
+def one_gpu(case: Case) -> str:
+    """The case of one GPU with the same numbers."""
+    return str(case.engine.get("dtype", "bf16"))
 
 
 def main() -> None:
@@ -334,7 +342,7 @@ def check(names: list[str], modes: list[str], folder: Path, workers: int, limit:
         for mode, name in ((mode, name) for mode in modes for name in names):
             plain, capped = (started[name, mode, which].result() for which in ("plain", "capped"))
             found = judge(CASES[name], mode, plain, capped, gpus > 0)
-            seen = facts(capped) | on_one(CASES[name], capped, started.get(("bf16", mode, "plain")))
+            seen = facts(capped) | on_one(CASES[name], capped, started.get((one_gpu(CASES[name]), mode, "plain")))
             wrong += bool(found)
             shown = {k: round(v, 2) if isinstance(v, float) else v for k, v in seen.items()}
             print(f"{name} {mode}: {'; '.join(['WRONG', *found]) if found else f'ok {shown}'}", flush=True)
