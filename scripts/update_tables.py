@@ -167,8 +167,8 @@ def main() -> None:
     replace(ROOT / "docs/calibration.md", "calibration-table", calibration_table(rows_of("calibration")))
     trainings = {name: of_model(rows, LARGE_MODELS[TRAININGS[name]]) for name in ("82M, one", "82M, two")}
     plot_layers(trainings, ROOT / "docs/assets/layers.png")
-    analysis = rows_of("analysis")
-    for (page, name), text in blocks(rows, analysis, rows_of("routing"), rows_of("decode")).items():
+    analysis, *others = (rows_of(name) for name in ("analysis", "routing", "decode", "vllm_check"))
+    for (page, name), text in blocks(rows, analysis, *others).items():
         replace(ROOT / page, name, text)
     for (page, name), text in offload_tables.blocks(rows_of("offload")).items():
         replace(ROOT / page, name, text)

