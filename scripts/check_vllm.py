@@ -116,7 +116,8 @@ def start(name: str, job: dict[str, Any], folder: Path, env: dict[str, str], lim
             code: int | str = process.wait(limit)
         except subprocess.TimeoutExpired:
             code = f"stopped after {limit} s"
-            os.killpg(process.pid, signal.SIGKILL)  # its own group: its workers, too
+        with contextlib.suppress(ProcessLookupError):  # nothing is left of its group
+            os.killpg(process.pid, signal.SIGKILL)  # its workers, too
         RUNNING.discard(process.pid)
     text = log.read_text(errors="replace")
     if code != 0 or not answered.is_file():
