@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -21,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 from moebudget import provenance
-from moebudget.bench.decode import BATCHES, BUDGETS, run_decode
+from moebudget.bench.decode import BATCHES, BUDGETS, remarks, run_decode
 from moebudget.bench.engine import Turn
 
 
@@ -46,19 +45,18 @@ def main() -> None:
     ap.add_argument("--engine", type=json.loads, default={}, help="further arguments of vLLM's LLM, as JSON")
     ap.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/decode.jsonl")
     a = ap.parse_args()
-    if a.in_process:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
     def run(model: str, turn: Turn | None = None) -> None:
         with nullcontext() if turn is None else turn.or_abort():
             rows = run_decode(
                 model, a.policy, a.budget, a.batch, prompt=a.prompt, tokens=a.tokens, repeats=a.repeats,
                 stats=a.stats if Path(model).is_dir() else None, union=a.union, off=not a.no_off, uneven=a.uneven,
-                turn=turn, **a.engine,
+                turn=turn, in_process=a.in_process, **a.engine,
             )  # fmt: skip
         provenance.append_rows(a.results, rows)
         for row in rows:
             print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items() if k not in ("versions",)})
+        print(*remarks([row for row in rows if row["bench"] == "decode"]), sep="\n")
 
     if not a.together:
         for model in a.model:

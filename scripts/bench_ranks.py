@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -95,10 +94,9 @@ def main() -> None:
         with turn.or_abort():
             return run_policies(
                 folder, asked, (a.batch,), prompt=a.prompt, tokens=a.tokens, repeats=a.repeats, stats=a.stats,
-                off=None in policies, turn=turn, tensor_parallel_size=a.ranks, **expert, **shared,
+                off=None in policies, turn=turn, in_process=True, tensor_parallel_size=a.ranks, **expert, **shared,
             )  # fmt: skip
 
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
         check_memory(config, len(a.cases), a.ranks)
         with (

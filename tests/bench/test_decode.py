@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moebudget.bench import decode
-from moebudget.bench.decode import ramp, rows_of, run_decode, run_policies
+from moebudget.bench.decode import ramp, remarks, rows_of, run_decode, run_policies
 from moebudget.bench.engine import Plan, RandomWeights, Timing
 from moebudget.bench.sizes import SIZES, moe_facts, random_stats
 from moebudget.integrations.loading import MissingExtraError
@@ -68,6 +68,24 @@ def test_engine_without_the_plugin_does_other_work(digests: tuple[str, str], sam
     assert row["off_same_tokens"] is same
     assert (row["digest"], row["spread"]) == (digests[0], pytest.approx(0.1))
     assert (row["dense_spread"], row["off_spread"]) == (pytest.approx(0.1), pytest.approx(0.1))
+
+
+def test_what_the_plugin_costs_is_said_of_other_work_without_a_word() -> None:
+    row = {"B": 16, "M": 128, "spread": 0.02, "dense_tpot_ms": 8.2, "off_tpot_ms": 8.0, "in_process": False}
+    [said] = remarks([{**row, "off_same_tokens": True, "M": 10}, {**row, "off_same_tokens": True}])
+    assert said.startswith("B=16: 8.00 ms without the plugin; a budget that leaves nothing out costs +2.5 % (both")
+    for inside in (False, True):
+        [said] = remarks([{**row, "off_same_tokens": False, "in_process": inside}])
+        assert "other tokens" in said
+        assert ("--in-process" in said) != inside
+    assert list(remarks([{**row, "off_tpot_ms": None}])) == []
+
+
+def test_times_that_scatter_are_shown_like_any() -> None:
+    row = {"B": 8, "M": 10, "off_tpot_ms": None}
+    assert list(remarks([{**row, "spread": spread} for spread in (None, 0.1)])) == []
+    [said] = remarks([{**row, "spread": 1.4}])
+    assert said.startswith("B=8, budget 10: repeats lie 140 % apart;")
 
 
 @pytest.mark.parametrize("tpots", [(), (3.0,), (-0.1, 3.0)])

@@ -23,7 +23,7 @@ import torch
 
 from moebudget import provenance
 from moebudget.bench.apart import apart
-from moebudget.bench.engine import Plan, Timing, Turn, decode, in_process
+from moebudget.bench.engine import Plan, Timing, Turn, decode
 from moebudget.bench.line import fit
 from moebudget.bench.sizes import UNIONS, moe_facts, random_stats, read_config
 from moebudget.integrations.loading import MissingExtraError
@@ -32,6 +32,7 @@ from moebudget.presets import parse
 from moebudget.types import PLACEMENT
 
 BUDGETS, BATCHES = (16, 10, 24, 32, 48, 64), (16,)
+APART = 0.1  # repeats that lie further apart than this are remarked
 Budgets = Sequence[int] | Mapping[int, Sequence[int]]  # of the first batch size, of which others get two, or of each
 
 
@@ -52,7 +53,7 @@ def rows_of(
     """Rows for benchmarks/results/decode.jsonl: one a setting, one line a batch size, and uneven budgets beside it."""
     shared = {
         "model": name, "weights": "random" if plan.random else "trained", "policy": policy,
-        "tp": dict(plan.engine).get("tensor_parallel_size", 1), "ep": found[0].ranks, "in_process": in_process(),
+        "tp": dict(plan.engine).get("tensor_parallel_size", 1), "ep": found[0].ranks, "in_process": plan.in_process,
     }  # fmt: skip
     for batch in plan.batches:
         mine = [t for t in found if t.batch == batch and not t.budgets]
@@ -91,6 +92,27 @@ def rows_of(
                 "budgets": list(t.budgets), "tpot_ms": t.tpot_ms, "line_ms": line.at(t.fetched or 0),
                 "dense_tpot_ms": dense.tpot_ms, "fetched_by_layer": list(t.by_layer),
             }  # fmt: skip
+
+
+def remarks(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What the plugin itself costs at each batch size, and how far the times can be trusted."""
+    for r in {row["B"]: row for row in rows if row["off_tpot_ms"] is not None}.values():
+        more = 100 * (r["dense_tpot_ms"] / r["off_tpot_ms"] - 1)
+        if r["off_same_tokens"]:
+            what = "both decoded the same tokens"
+        else:
+            what = "they decoded other tokens, so other experts are part of it"
+            what += "" if r["in_process"] else "; --in-process lets requests arrive alike"
+        yield (
+            f"B={r['B']}: {r['off_tpot_ms']:.2f} ms without the plugin; a budget that leaves nothing out costs "
+            f"{more:+.1f} % ({what})"
+        )
+    for r in rows:
+        if r["spread"] is not None and r["spread"] > APART:
+            yield (
+                f"B={r['B']}, budget {r['M']}: repeats lie {100 * r['spread']:.0f} % apart; something else ran, or a "
+                "kernel was compiled meanwhile: run again"
+            )
 
 
 def _apart(arguments: tuple[Any, ...]) -> list[Timing]:
@@ -169,6 +191,7 @@ def run_policies(
     off: bool = True,
     uneven: Sequence[int] = (),
     turn: Turn | None = None,
+    in_process: bool = False,
     **engine: Any,
 ) -> list[dict[str, Any]]:
     """Time a model of `sizes.SIZES` or of a config.json with random weights, or a checkpoint folder. Returns the rows.
@@ -177,8 +200,9 @@ def run_policies(
     another engine first, without the plugin; with `turn` all at once, which needs memory for all and
     `kv_cache_memory_bytes` among the arguments of the engine. `union` belongs to the first batch size. `uneven`:
     averages at which budgets that differ between the layers are timed too, at the first batch size: does a step's time
-    depend on their sum alone? `engine` are arguments of vLLM's LLM, such as tensor_parallel_size=2 and
-    enable_expert_parallel=True.
+    depend on their sum alone? `in_process`: vLLM's core runs in the engine's own process, so that the requests of a
+    batch arrive before its first step and dense steps are made of the same rows as those of `off`. `engine` are
+    arguments of vLLM's LLM, such as tensor_parallel_size=2 and enable_expert_parallel=True.
 
     Raises ValueError for a policy without a budget, a number below 1, more ranks than GPUs, or a checkpoint without
     the statistics that a policy reads, FileNotFoundError for a folder that is none, MissingExtraError without vLLM.
@@ -200,7 +224,7 @@ def run_policies(
     needs = frozenset[str]().union(*(rule.needs for rule in rules.values())) - PLACEMENT  # vLLM knows its placement
     with _model(name, needs, stats) as (folder, random, file):
         config = json.loads(Path(folder, "config.json").read_text())
-        plan = Plan(folder, random, tuple(batches), prompt, tokens, repeats, tuple(engine.items()))
+        plan = Plan(folder, random, tuple(batches), prompt, tokens, repeats, tuple(engine.items()), in_process)
         facts = moe_facts(config)
         engines: list[tuple[Any, ...]] = [(plan, None, None, {}, turn)] if off else []
         for policy, some in each.items():

@@ -23,11 +23,6 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 log = logging.getLogger("vllm.moebudget")  # vLLM's handlers print it
 
 
-def in_process() -> bool:
-    """Whether vLLM runs in the process that asks, so that all requests of a batch arrive before its first step."""
-    return os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "0"
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What one engine runs: B requests of `prompt` tokens each, `tokens` decoded, whatever they are."""
@@ -39,6 +34,7 @@ class Plan:
     tokens: int = 384
     repeats: int = 3  # turns over the budgets; of each the median counts
     engine: tuple[tuple[str, Any], ...] = ()  # further arguments of vLLM's LLM
+    in_process: bool = False  # vLLM's core in the process that asks: a batch's requests arrive before its first step
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +138,8 @@ def decode(
     A tuple is one budget a layer. Turns over the budgets interleave, and with `turn` those of all engines do, so that
     a slow moment of the machine hits all alike.
     """
+    if plan.in_process:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
     extra: dict[str, Any] = {}
@@ -209,7 +207,7 @@ def decode(
                 turn.started.wait(START)  # taking an engine down would disturb the last to be timed
         return found
     finally:
-        if not in_process():  # an engine in this process ends with it
+        if not hasattr(llm.llm_engine.engine_core, "engine_core"):  # one in this process ends with it
             llm.llm_engine.engine_core.shutdown()  # or this process waits for the engine's forever
 
 

@@ -75,16 +75,19 @@ def decode(
         list[int] | None, typer.Option(help="Averages at which budgets that differ between layers are timed too.")
     ] = None,
     off: Annotated[bool, typer.Option(help="Also start an engine without the plugin.")] = True,
+    in_process: Annotated[
+        bool, typer.Option(help="vLLM's core in the bench's process: requests arrive alike, tokens can be compared.")
+    ] = False,
     results: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
 ) -> None:
     """Dense and budgeted decode steps of vLLM in one engine, and the line through them."""
     from moebudget import provenance
-    from moebudget.bench.decode import BATCHES, BUDGETS, run_decode
+    from moebudget.bench.decode import BATCHES, BUDGETS, remarks, run_decode
 
     found = run_decode(
         model, policy, budget or BUDGETS, batch or BATCHES,
         prompt=prompt, tokens=tokens, stats=None if stats is None else str(stats), union=union, off=off,
-        uneven=uneven or (),
+        uneven=uneven or (), in_process=in_process,
     )  # fmt: skip
     if results is not None:
         provenance.append_rows(results, found)
@@ -96,6 +99,8 @@ def decode(
         table.add_row(str(r["B"]), str(r["M"]), *values, f"{r['gb_s']:.0f}")
     console = Console(width=max(100, Console().width))
     console.print(table)
+    for line in remarks([row for row in found if row["bench"] == "decode"]):
+        console.print(line)
     for r in (row for row in found if row["bench"] == "decode_fit"):
         at = ", ".join(f"{m}: {speed:.2f}x" for m, speed in r["speedup_at_union"].items())
         console.print(
