@@ -88,6 +88,7 @@ def capturable(router: LayerRouter, hidden: Tensor, steps: Tensor) -> bool:
     return (
         hidden.is_cuda
         and steps.shape == (1, len(hidden))
+        and steps.device == hidden.device
         and not torch.is_grad_enabled()
         and not router.policy.needs_energy
         and not torch.cuda.is_current_stream_capturing()
