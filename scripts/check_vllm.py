@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -305,7 +305,7 @@ def one_gpu(case: Case) -> str:
 def main() -> None:
     ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     ap.add_argument("--case", nargs="+", choices=list(CASES), help="default: all that the machine's GPUs allow")
-    ap.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES))
+    ap.add_argument("--mode", nargs="+", choices=MODES, help="default: both, without a GPU eager alone")
     ap.add_argument("--workers", type=int, default=8, help="engines that run side by side")
     ap.add_argument("--limit", type=int, default=400, help="seconds until an engine is stopped")
     ap.add_argument("--keep", type=Path, help="folder for the checkpoint and the engines' logs and answers")
@@ -315,6 +315,9 @@ def main() -> None:
         signal.signal(number, stop)
     count = torch.cuda.device_count()
     names = a.case or [name for name, case in CASES.items() if case.gpus <= max(count, 1)]
+    modes = a.mode or (MODES if count else ("eager",))
+    if "graph" in modes and not count:
+        raise SystemExit("graph: a compiled model on a CPU leaves no record of what it runs; use --mode eager")
     short = [name for name in names if count and CASES[name].gpus > count]
     if short:
         raise SystemExit(f"{', '.join(short)}: needs 2 GPUs, this machine has {count}")
@@ -322,11 +325,11 @@ def main() -> None:
         folder = a.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         write_wide(folder)
-        wrong = check(names, a.mode, folder, a.workers, a.limit, count, a.results)
+        wrong = check(names, modes, folder, a.workers, a.limit, count, a.results)
     sys.exit(bool(wrong))
 
 
-def check(names: list[str], modes: list[str], folder: Path, workers: int, limit: int, gpus: int, results: Path) -> int:
+def check(names: list[str], modes: Sequence[str], folder: Path, workers: int, limit: int, gpus: int, results: Path) -> int:
     """Run the cases, print a line and write a row for each. Returns how many are wrong."""
     wrong = 0
     with ThreadPoolExecutor(workers) as pool:
