@@ -329,7 +329,9 @@ def main() -> None:
     sys.exit(bool(wrong))
 
 
-def check(names: list[str], modes: Sequence[str], folder: Path, workers: int, limit: int, gpus: int, results: Path) -> int:
+def check(
+    names: list[str], modes: Sequence[str], folder: Path, workers: int, limit: int, gpus: int, results: Path
+) -> int:
     """Run the cases, print a line and write a row for each. Returns how many are wrong."""
     wrong = 0
     with ThreadPoolExecutor(workers) as pool:
