@@ -7,9 +7,9 @@
 
 One engine a case; all start side by side, and then they are timed in turns, repeat by repeat. vLLM's core runs in the
 engine's own process, so that requests arrive alike: steps of other sizes than in the warm-up would compile kernels for
-a second while the clock runs. Rows go to
-benchmarks/results/decode.jsonl. `ep` and `tp` are two ranks; of the policies `base` bounds the sum over ranks, `level`
-the sum before the other rank is filled up to the fullest, and `rank` every rank, at the budgets over the ranks.
+a second while the clock runs. Rows go to benchmarks/results/decode.jsonl. `ep` and `tp` are two ranks; of the policies
+`base` bounds the sum over ranks, `level` the sum before the other rank is filled up to the fullest, and `rank` every
+rank, at the budgets over the ranks.
 """
 
 from __future__ import annotations

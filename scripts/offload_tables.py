@@ -68,7 +68,7 @@ def times_table(rows: list[Row]) -> str:
             f"{len(first['tpot_rounds_ms'])} rounds; hits and misses a layer and step.",
             table(heads, cells),
         ]
-    return "\n\n".join([*parts, origin(rows[-1])])
+    return "\n\n".join([*parts, origin(*rows)])
 
 
 def quality_table(rows: list[Row]) -> str:

@@ -181,7 +181,7 @@ def routing_table(rows: list[Row]) -> str:
             f"{check['of_them_with_tied_sums']} of which the last sum kept and the first left out are equal up to "
             f"rounding; weights within {check['largest_weight_error']:.0e}; {check['replays']:,} replays of a graph, "
             f"{check['replays_with_other_ids']} with other ids than the first.",
-            origin(first),
+            origin(*last.values()),
         ]
     )
 
@@ -225,7 +225,7 @@ def decode_table(rows: list[Row]) -> str:
             "engine.",
             table([*heads, "tokens/s, all", "expert GB/s"], cells, left=2),
             *lines,
-            origin(first),
+            origin(*last.values()),
         ]
     )
 
@@ -241,8 +241,7 @@ def twins_table(rows: list[Row]) -> str:
         apart = f"{100 * r['spread']:.1f}, {100 * r['off_spread']:.1f}"
         cells.append([r["model"], r["weights"], str(r["B"]), f"{r['fetched']:.1f}", *times, apart])
     heads = ["model", "weights", "B", "experts a layer", "budget of all, ms a step", "without plugin, ms", "more, %"]
-    newest = max(last.values(), key=lambda r: r["date"])
-    return "\n\n".join([table([*heads, "repeats apart, %"], cells, left=2), origin(newest)])
+    return "\n\n".join([table([*heads, "repeats apart, %"], cells, left=2), origin(*last.values())])
 
 
 def checks_table(rows: list[Row]) -> str:
@@ -260,8 +259,7 @@ def checks_table(rows: list[Row]) -> str:
         cells[-1] += [str(r["budget"]), *counts, single, "; ".join(r["wrong"]) or "nothing"]
     heads = ["case", "mode", "on", "policy", "budget", "layers and steps", "experts run, mean and most"]
     heads += ["the router's own", "requests with one rank's tokens", "wrong"]
-    newest = max(rows, key=lambda r: r["date"])
-    return "\n\n".join([table(heads, cells, left=4), origin(newest)])
+    return "\n\n".join([table(heads, cells, left=4), origin(*last.values())])
 
 
 def speed_line(rows: list[Row]) -> str:
@@ -309,8 +307,7 @@ def ranks_table(rows: list[Row]) -> str:
         cells[-1] += [same, r["path"]]
     heads = ["model", "parallel", "policy", "B", "budget", "experts a layer", "of the fullest rank", "ms a step"]
     heads += ["repeats apart, %", "times faster than without plugin", "same tokens without plugin and dense", "path"]
-    newest = max(last.values(), key=lambda r: r["date"])
-    return "\n\n".join([table(heads, cells, left=3), origin(newest)])
+    return "\n\n".join([table(heads, cells, left=3), origin(*last.values())])
 
 
 SPREAD = "docs/methods/spread.md"

@@ -16,6 +16,7 @@ def table(heads: list[str], rows: list[list[str]], left: int = 1) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, rule, *rows))
 
 
-def origin(row: Row) -> str:
-    """Where a row stands; `rows_of` in update_tables.py says in which file."""
-    return f"Rows: `benchmarks/results/{row['file']}`, commit {row['commit']}, {row['device']}."
+def origin(*rows: Row) -> str:
+    """Where rows stand, and every commit and device they are of; `rows_of` in update_tables.py says in which file."""
+    runs = dict.fromkeys(f"commit {row['commit']}, {row['device']}" for row in rows)
+    return f"Rows: `benchmarks/results/{rows[0]['file']}`, {'; '.join(runs)}."

@@ -34,7 +34,7 @@ def apart(function: Callable[..., T], *arguments: Any) -> T:
     finally:
         code = _end(process)
     if answer is None:
-        raise RuntimeError(f"{function.__name__}: its process ended with exit code {code}")
+        raise RuntimeError(f"{function.__name__}: its process ended with exit code {code}; its last words stand above")
     value, error, where = answer
     if error is not None:
         raise error from RuntimeError(where)

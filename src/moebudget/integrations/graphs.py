@@ -22,9 +22,7 @@ Shape = tuple[tuple[torch.Size, torch.dtype, torch.device], ...]
 class _Room:
     """What the graphs of one shape share, as layers run one after the other."""
 
-    inputs: tuple[
-        Tensor, ...
-    ]  # hidden [B, d], ids and weights [B, K], steps [1, B], and which rows vote [1, B] if said
+    inputs: tuple[Tensor, ...]  # hidden [B, d], ids [B, K], weights [B, K], steps [1, B], voting [1, B] if it is given
     stream: torch.cuda.Stream | None = None  # that captures
     pool: Any = None
 
@@ -48,25 +46,17 @@ class StepGraphs:
         self._rooms: dict[Shape, _Room] = {}
         self._graphs: dict[tuple[Shape, int], tuple[torch.cuda.CUDAGraph, Routing] | None] = {}  # None: seen once
 
-    def __call__(
-        self,
-        layer: MoeLayer,
-        router: LayerRouter,
-        hidden: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        steps: Tensor,
-        voting: Tensor | None = None,
-    ) -> Routing:
-        """As `route_steps`."""
-        given = (hidden, ids, weights, steps, *(() if voting is None else (voting,)))
-        if not (self.enabled and capturable(router, hidden, steps)):
+    def __call__(self, layer: MoeLayer, router: LayerRouter, *arguments: Tensor | None) -> Routing:
+        """As `route_steps`, with its arguments: hidden, ids, weights, steps, voting."""
+        given = tuple(x for x in arguments if x is not None)
+        if not (self.enabled and capturable(router, hidden=given[0], steps=given[3])):
             return route_steps(layer, router, *given)
         shape = tuple((x.shape, x.dtype, x.device) for x in given)
         room, key = self._room(shape, given), (shape, layer.index)
-        if room is None or key not in self._graphs:
-            if room is not None:
-                self._graphs[key] = None
+        if room is None:
+            return route_steps(layer, router, *given)
+        if key not in self._graphs:
+            self._graphs[key] = None
             return route_steps(layer, router, *given)
         graph, routing = self._graphs[key] = self._graphs[key] or _capture(layer, router, room)
         for static, now in zip(room.inputs, given, strict=True):

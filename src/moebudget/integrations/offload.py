@@ -84,14 +84,15 @@ class LayerCache:
         outputs = hidden.new_zeros(len(routes), hidden.shape[-1])
         for group in passes:
             self._load(group)
-            at = self._upload(torch.isin(routes, torch.tensor(group)).nonzero()[:, 0])  # routes of this pass
+            here = torch.isin(routes, torch.tensor(group)).nonzero()[:, 0]  # routes of this pass
+            at = self._pinned(here).to(self.device, non_blocking=True)
             parts = ids.flatten()[at][:, None], weights.flatten()[at][:, None]
             outputs.index_copy_(0, at, self._call(forward, hidden[at // ids.shape[-1]], *parts))
         return outputs.view(*ids.shape, -1).sum(1)
 
-    def _upload(self, values: Tensor) -> Tensor:
-        """Values on the host -> on the device, from pinned memory, or the host would wait for all copies before."""
-        return (values.pin_memory() if self.stream else values).to(self.device, non_blocking=True)
+    def _pinned(self, values: Tensor) -> Tensor:
+        """Values on the host in memory that is copied from while the host goes on, behind all copies before."""
+        return values.pin_memory() if self.stream else values
 
     def _call(self, forward: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The experts' own forward on the slots. `eager` adds up in the order of experts, so it needs their ids."""
@@ -128,7 +129,7 @@ class LayerCache:
 
     def _publish(self) -> None:
         table = [self.cache.slot_of.get(expert, -1) for expert in range(len(self.missing))]
-        self.slot_of.copy_(self._upload(torch.tensor(table)))
+        self.slot_of.copy_(self._pinned(torch.tensor(table)), non_blocking=True)
         torch.lt(self.slot_of, 0, out=self.missing)
 
 
