@@ -117,15 +117,14 @@ class LayerCache:
 
     def _copy(self, loads: list[Load]) -> None:
         """On the copy stream, after all that reads the slots; the computing stream waits for it, the host does not."""
-        computing = torch.cuda.current_stream(self.device) if self.stream else None
-        if self.stream and computing:
-            self.stream.wait_stream(computing)
+        if self.stream:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream) if self.stream else nullcontext():
             for expert, slot in loads:
                 for name in self.names:
                     self.slots[name][slot].copy_(self.host[name][expert], non_blocking=True)
-        if self.stream and computing:
-            computing.wait_stream(self.stream)
+        if self.stream:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     def _publish(self) -> None:
         table = [self.cache.slot_of.get(expert, -1) for expert in range(len(self.missing))]
