@@ -4,7 +4,8 @@
 python scripts/check_vllm.py --workers 8
 python scripts/check_vllm.py --case ep2 --mode graph
 
-A case and mode is two engines with one tiny random checkpoint, one of them with the plugin kept out. Every row that
+A case and mode is two engines with one checkpoint (a tiny random one, the embedded model, or four random layers of
+Qwen3-30B-A3B's sizes), one of them with the plugin kept out. Every row that
 their kernels run is recorded on the device and compared; nothing is timed. Exit code 1 if anything is wrong.
 """
 
@@ -30,11 +31,11 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
-from tests.integrations.vllm.checkpoints import RANK, WIDE, write_wide
+from tests.integrations.vllm.checkpoints import DEMO, QWEN3, RANK, WIDE, write_wide, write_with_stats
 
 from moebudget import provenance
 
-EXPERTS, LAYERS, BUDGET = int(WIDE["num_experts"]), int(WIDE["num_hidden_layers"]), 8
+BUDGET = 8
 # At most six run at once, so that the last prompts are read while others decode; and in steps of 64 tokens, in pieces.
 PROMPTS = [[(7 * i + j * j) % 500 + 3 for j in range(5 + 5 * i)] for i in range(9)]
 TOKENS = [12 + i for i in range(9)]
@@ -45,32 +46,50 @@ RUNNING: set[int] = set()  # process groups of engines
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What the two engines of a case are started with. `policy` may have a budget a rank ("rank") or level ranks."""
+    """What the two engines of a case are started with. `rule` may have a budget a rank ("rank") or level ranks."""
 
     engine: dict[str, Any] = field(default_factory=dict)
-    policy: str = f"base:budget={EXPERTS}"
+    rule: str = "base:budget={all}"
     budget: int = BUDGET
     counts: str = "all"  # what the budget bounds: experts of "all" ranks, of each "rank", or of all before "level"
     debug: bool = False
     experts_by: str = r"\w+"  # what the plugin's log must call the experts' method, a pattern
     gpus: int = 1
     adapter: bool = False
+    checkpoint: str = "wide"
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return CHECKPOINTS[self.checkpoint]
+
+    @property
+    def experts(self) -> int:
+        return int(self.sizes["num_experts"])
+
+    @property
+    def policy(self) -> str:
+        """With a budget that leaves nothing out."""
+        return self.rule.format(all=self.experts)
 
 
-EP = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+CHECKPOINTS: dict[str, dict[str, Any]] = {"wide": WIDE, "demo": DEMO, "qwen3": QWEN3}
+FLOAT32 = {"dtype": "float32"}
+TP = {"tensor_parallel_size": 2}
+EP = {**TP, "enable_expert_parallel": True}
 CASES = {
     "bf16": Case(),
     "fp8": Case({"quantization": "fp8"}, experts_by="Fp8.*"),
     "lora": Case({"enable_lora": True, "max_lora_rank": RANK}, adapter=True),
     "returned": Case({"enable_return_routed_experts": True}),
-    "tp2": Case({"tensor_parallel_size": 2}, debug=True, gpus=2),
+    "tp2": Case(TP, debug=True, gpus=2),
     "ep2": Case(EP, gpus=2),
-    "ep2_rank": Case(EP, f"base_ep:budget={EXPERTS}", 3, "rank", debug=True, gpus=2),
-    "ep2_level": Case(EP, f"base:budget={EXPERTS},level=yes", BUDGET, "level", debug=True, gpus=2),
-    "float32": Case({"dtype": "float32"}),
-    "tp2_float32": Case({"tensor_parallel_size": 2, "dtype": "float32"}, gpus=2),
-    "ep2_float32": Case({**EP, "dtype": "float32"}, gpus=2),
+    "ep2_rank": Case(EP, "base_ep:budget={all}", 3, "rank", debug=True, gpus=2),
+    "ep2_level": Case(EP, "base:budget={all},level=yes", BUDGET, "level", debug=True, gpus=2),
 }
+for checkpoint, budget in (("wide", BUDGET), ("demo", 12), ("qwen3", 16)):
+    for kind, more in (("", {}), ("tp2_", TP), ("ep2_", EP)):
+        name = f"{'' if checkpoint == 'wide' else f'{checkpoint}_'}{kind}float32"
+        CASES[name] = Case({**more, **FLOAT32}, budget=budget, gpus=2 if more else 1, checkpoint=checkpoint)
 
 
 def requests(adapter: Path | None) -> list[dict[str, Any]]:
@@ -85,8 +104,8 @@ def plan(case: Case, mode: str, folder: Path, gpu: bool) -> dict[str, dict[str, 
     """The jobs (drive.py) of the engine without the plugin and of the capped one."""
     asked = requests(folder / "adapter" if case.adapter else None)
     memory = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2**28} if gpu else {}
-    engine = {"model": str(folder / "wide"), "enforce_eager": mode == "eager", **memory, **case.engine}
-    config = {"policy": case.policy, "stats": str(folder / "wide.safetensors"), "debug": case.debug}
+    engine = {"model": str(folder / case.checkpoint), "enforce_eager": mode == "eager", **memory, **case.engine}
+    config = {"policy": case.policy, "stats": str(folder / f"{case.checkpoint}.safetensors"), "debug": case.debug}
     plain = [{"requests": asked}, *([{"requests": requests(None)}] if case.adapter else [])]
     capped = [{"requests": asked}, {"set": {"budget": case.budget}, "requests": asked}]
     capped.append({"set": {"enabled": False}, "requests": asked})
@@ -162,19 +181,19 @@ def check_dense(plain: Phase, phase: Phase, what: str) -> Iterator[str]:
         yield f"{what}: rows ran other experts than the router returned"
 
 
-def loads(experts: set[int]) -> list[int]:
+def loads(case: Case, experts: set[int]) -> list[int]:
     """Experts of each of two ranks, as vLLM's linear placement has them."""
-    first = sum(expert < EXPERTS // 2 for expert in experts)
+    first = sum(expert < case.experts // 2 for expert in experts)
     return [first, len(experts) - first]
 
 
 def kept(case: Case, run: set[int], own: set[int]) -> bool:
     """Whether a step fetched as many experts as the case's budget says."""
     if case.counts == "rank":
-        return loads(run) == [min(case.budget, load) for load in loads(own)]
+        return loads(case, run) == [min(case.budget, load) for load in loads(case, own)]
     if case.counts == "level":  # at no rank's cost: each up to the fullest, which the budget of all bounds
-        most = max(loads(run))
-        full = loads(run) == [min(most, load) for load in loads(own)]
+        most = max(loads(case, run))
+        full = loads(case, run) == [min(most, load) for load in loads(case, own)]
         return full and len(run) >= min(case.budget, len(own)) and most <= case.budget
     return len(run) == min(case.budget, len(own))
 
@@ -183,7 +202,7 @@ def check_capped(case: Case, phase: Phase) -> Iterator[str]:
     """The phase at the case's budget: what was executed, and whether every rank's counters say the same."""
     run, own = unions(phase, "run"), unions(phase, "own")
     what = f"budget {case.budget}"
-    wrong = [(key, loads(run[key]), loads(own[key])) for key in run if not kept(case, run[key], own[key])]
+    wrong = [(key, loads(case, run[key]), loads(case, own[key])) for key in run if not kept(case, run[key], own[key])]
     if wrong:
         yield f"{what}: {len(wrong)} of {len(run)} layers and steps run other numbers, first {wrong[0]}"
     if not any(len(run[key]) < len(own[key]) for key in run):
@@ -205,8 +224,8 @@ def check_capped(case: Case, phase: Phase) -> Iterator[str]:
             then, now = before["expert_parallel"], after["expert_parallel"]
             by_rank = [round(b - a) for a, b in zip(then["fetched"], now["fetched"], strict=True)]
             most = round(now["fetched_most"] - then["fetched_most"])
-            recorded = [sum(column) for column in zip(*(loads(union) for union in run.values()), strict=True)]
-            slowest = sum(max(loads(union)) for union in run.values())
+            recorded = [sum(column) for column in zip(*(loads(case, union) for union in run.values()), strict=True)]
+            slowest = sum(max(loads(case, union)) for union in run.values())
             if (by_rank, most) != (recorded, slowest):
                 yield f"rank {rank} counted {by_rank}, {most} by rank, recorded were {recorded}, {slowest}"
 
@@ -245,7 +264,7 @@ def judge(case: Case, mode: str, plain: dict[str, Any], capped: dict[str, Any], 
     everything, six, off = capped["phases"]
     first = plain["phases"][0]
     wrong = [
-        *check_dense(first, everything, f"budget {EXPERTS}"),
+        *check_dense(first, everything, f"budget {case.experts}"),
         *check_dense(first, off, "switched off"),
         *check_capped(case, six),
         *check_ranks(case, [*capped["phases"]]),
@@ -270,7 +289,7 @@ def judge(case: Case, mode: str, plain: dict[str, Any], capped: dict[str, Any], 
     return wrong
 
 
-def facts(capped: dict[str, Any]) -> dict[str, Any]:
+def facts(case: Case, capped: dict[str, Any]) -> dict[str, Any]:
     """What was seen at the case's budget, for the row."""
     if "error" in capped:
         return {}
@@ -282,7 +301,7 @@ def facts(capped: dict[str, Any]) -> dict[str, Any]:
         "path": phase["states"][0]["path"], "experts_by": method[1] if method else "", "ranks": len(phase["states"]),
         "steps_and_layers": len(run), "fetched": sum(run) / len(run), "most": max(run),
         "native_union": sum(own) / len(own), "native_most": max(own),
-        "fullest_half": sum(max(loads(some)) for some in sets) / len(run), "debug": phase["states"][0]["debug"],
+        "fullest_half": sum(max(loads(case, some)) for some in sets) / len(run), "debug": phase["states"][0]["debug"],
     }  # fmt: skip
 
 
@@ -298,8 +317,10 @@ def on_one(case: Case, capped: dict[str, Any], single: Future[dict[str, Any]] | 
 
 
 def one_gpu(case: Case) -> str:
-    """The case of one GPU with the same numbers."""
-    return str(case.engine.get("dtype", "bf16"))
+    """The case of one GPU with the same checkpoint and numbers."""
+    engine = {key: value for key, value in case.engine.items() if key not in EP}
+    alone = (other for other in CASES.items() if other[1].gpus == 1 and other[1].checkpoint == case.checkpoint)
+    return next(name for name, other in alone if other.engine == engine)
 
 
 def main() -> None:
@@ -314,7 +335,9 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     count = torch.cuda.device_count()
-    names = a.case or [name for name, case in CASES.items() if case.gpus <= max(count, 1)]
+    names = a.case or [
+        name for name, case in CASES.items() if case.gpus <= max(count, 1) and (count or case.checkpoint != "qwen3")
+    ]
     modes = a.mode or (MODES if count else ("eager",))
     if "graph" in modes and not count:
         raise SystemExit("graph: a compiled model on a CPU leaves no record of what it runs; use --mode eager")
@@ -325,6 +348,8 @@ def main() -> None:
         folder = a.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         write_wide(folder)
+        for checkpoint in {CASES[name].checkpoint for name in names} - {"wide"}:
+            write_with_stats(checkpoint, folder, "cuda" if count else "cpu")
         wrong = check(names, modes, folder, a.workers, a.limit, count, a.results)
     sys.exit(bool(wrong))
 
@@ -347,8 +372,9 @@ def check(
         stamp = provenance.stamp("cuda" if gpus else "cpu")
         for mode, name in ((mode, name) for mode in modes for name in names):
             plain, capped = (started[name, mode, which].result() for which in ("plain", "capped"))
-            found = judge(CASES[name], mode, plain, capped, gpus > 0)
-            seen = facts(capped) | on_one(CASES[name], capped, started.get((one_gpu(CASES[name]), mode, "plain")))
+            case = CASES[name]
+            found = judge(case, mode, plain, capped, gpus > 0)
+            seen = facts(case, capped) | on_one(case, capped, started.get((one_gpu(case), mode, "plain")))
             wrong += bool(found)
             shown = {k: round(v, 2) if isinstance(v, float) else v for k, v in seen.items()}
             print(f"{name} {mode}: {'; '.join(['WRONG', *found]) if found else f'ok {shown}'}", flush=True)
@@ -357,8 +383,9 @@ def check(
                     print(*answer["log"].splitlines()[-40:], sep="\n", flush=True)
             row = {
                 "bench": "vllm_check", "case": name, "mode": mode, "ok": not found, "wrong": found,
-                "experts": EXPERTS, "top_k": 4, "layers": LAYERS, "policy": CASES[name].policy,
-                "budget": CASES[name].budget, **seen, **stamp,
+                "checkpoint": case.checkpoint, "experts": case.experts, "top_k": case.sizes["num_experts_per_tok"],
+                "layers": case.sizes["num_hidden_layers"], "policy": case.policy, "budget": case.budget,
+                **seen, **stamp,
             }  # fmt: skip
             provenance.append_rows(results, [row])
     return wrong

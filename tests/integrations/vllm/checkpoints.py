@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
+
+from moebudget.bench.sizes import SIZES
 
 EXPERTS, TOP_K, LAYERS, VOCAB, HIDDEN = 16, 4, 3, 256, 64
 
@@ -60,9 +63,13 @@ CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 # Sizes that the kernels of GPUs take, block scales of fp8 included, and two tensor-parallel ranks of it.
 WIDE: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64,
-    "num_hidden_layers": 4, "num_experts": 32, "norm_topk_prob": True, "initializer_range": 0.1,
+    "num_hidden_layers": 4, "num_experts": 32, "num_experts_per_tok": TOP_K, "norm_topk_prob": True,
+    "initializer_range": 0.1,
 }  # fmt: skip
 RANK = 8  # of the adapter
+DEMO_FOLDER = Path(__file__).resolve().parents[3] / "src/moebudget/demo/model"
+DEMO: dict[str, Any] = json.loads((DEMO_FOLDER / "config.json").read_text())
+QWEN3: dict[str, Any] = {**SIZES["qwen3-30b"], "num_hidden_layers": 4}
 
 
 def write(folder: Path) -> None:
@@ -80,6 +87,23 @@ def write_wide(folder: Path) -> None:
     model.save_pretrained(folder / "wide")
     save_stats(model, folder / "wide.safetensors")
     save_adapter(folder / "adapter")
+
+
+def write_with_stats(name: str, folder: Path, device: str) -> None:
+    """The embedded model ("demo") or four random layers of Qwen3-30B-A3B's sizes ("qwen3"), with random statistics."""
+    import torch
+    import transformers
+
+    if name == "demo":
+        shutil.copytree(DEMO_FOLDER, folder / name, dirs_exist_ok=True)
+        model = transformers.AutoModelForCausalLM.from_pretrained(DEMO_FOLDER, dtype=torch.bfloat16)
+    else:
+        torch.manual_seed(0)
+        config = transformers.Qwen3MoeConfig(**{k: v for k, v in QWEN3.items() if k != "model_type"})
+        with torch.device(device):
+            model = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+        model.save_pretrained(folder / name)
+    save_stats(model, folder / f"{name}.safetensors")
 
 
 def make(config_class: str, model_class: str, fields: dict[str, Any]) -> Any:
