@@ -78,7 +78,13 @@ TP = {"tensor_parallel_size": 2}
 EP = {**TP, "enable_expert_parallel": True}
 CASES = {
     "bf16": Case(),
+    # One scale for all rows of a step, padding included; the same without padding; and a scale for every row.
     "fp8": Case({"quantization": "fp8"}, experts_by="Fp8.*"),
+    "fp8_every_size": Case(
+        {"quantization": "fp8", "compilation_config": {"cudagraph_capture_sizes": [1, 2, 3, 4, 5, 6]}},
+        experts_by="Fp8.*",
+    ),
+    "fp8_channel": Case({"quantization": "fp8_per_channel"}, experts_by="Fp8.*"),
     "lora": Case({"enable_lora": True, "max_lora_rank": RANK}, adapter=True),
     "returned": Case({"enable_return_routed_experts": True}),
     "tp2": Case(TP, debug=True, gpus=2),
@@ -106,7 +112,7 @@ def plan(case: Case, mode: str, folder: Path, gpu: bool) -> dict[str, dict[str, 
     memory = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2**28} if gpu else {}
     engine = {"model": str(folder / case.checkpoint), "enforce_eager": mode == "eager", **memory, **case.engine}
     config = {"policy": case.policy, "stats": str(folder / f"{case.checkpoint}.safetensors"), "debug": case.debug}
-    plain = [{"requests": asked}, *([{"requests": requests(None)}] if case.adapter else [])]
+    plain = [{"requests": asked}, *([{"requests": requests(None)}] if case.adapter else []), {"requests": asked}]
     capped = [{"requests": asked}, {"set": {"budget": case.budget}, "requests": asked}]
     capped.append({"set": {"enabled": False}, "requests": asked})
     return {
@@ -170,13 +176,23 @@ def changed(phase: Phase, prefill: bool) -> int:
     )
 
 
-def check_dense(plain: Phase, phase: Phase, what: str) -> Iterator[str]:
-    """A capped engine that must not change anything, against the engine without the plugin."""
-    if phase["tokens"] != plain["tokens"]:
-        others = sum(a != b for a, b in zip(phase["tokens"], plain["tokens"], strict=True))
-        yield f"{what}: {others} of {len(PROMPTS)} requests have other tokens than without the plugin"
-    if phase["rows"] != plain["rows"]:
-        yield f"{what}: other rows or experts were run than without the plugin"
+def alike(a: Phase, b: Phase) -> int:
+    """Requests with equal tokens."""
+    return sum(x == y for x, y in zip(a["tokens"], b["tokens"], strict=True))
+
+
+def check_dense(plain: Sequence[Phase], phase: Phase, what: str) -> Iterator[str]:
+    """A capped engine that must not change anything, against the engine without the plugin, asked twice.
+
+    Tokens that differ between these two prove nothing. vLLM may scale a step's rows in fp8 by their common maximum,
+    to which the padding of a captured batch belongs, and that holds what was left in memory.
+    """
+    if alike(plain[0], plain[-1]) == len(PROMPTS):
+        others = len(PROMPTS) - alike(plain[0], phase)
+        if others:
+            yield f"{what}: {others} of {len(PROMPTS)} requests have other tokens than without the plugin"
+        if phase["rows"] != plain[0]["rows"]:
+            yield f"{what}: other rows or experts were run than without the plugin"
     if changed(phase, prefill=True) or changed(phase, prefill=False):
         yield f"{what}: rows ran other experts than the router returned"
 
@@ -264,8 +280,8 @@ def judge(case: Case, mode: str, plain: dict[str, Any], capped: dict[str, Any], 
     everything, six, off = capped["phases"]
     first = plain["phases"][0]
     wrong = [
-        *check_dense(first, everything, f"budget {case.experts}"),
-        *check_dense(first, off, "switched off"),
+        *check_dense(plain["phases"], everything, f"budget {case.experts}"),
+        *check_dense(plain["phases"], off, "switched off"),
         *check_capped(case, six),
         *check_ranks(case, [*capped["phases"]]),
     ]
@@ -289,9 +305,9 @@ def judge(case: Case, mode: str, plain: dict[str, Any], capped: dict[str, Any], 
     return wrong
 
 
-def facts(case: Case, capped: dict[str, Any]) -> dict[str, Any]:
-    """What was seen at the case's budget, for the row."""
-    if "error" in capped:
+def facts(case: Case, plain: dict[str, Any], capped: dict[str, Any]) -> dict[str, Any]:
+    """What was seen at the case's budget, for the row, and how far tokens can be compared at all."""
+    if "error" in capped or "error" in plain:
         return {}
     phase = capped["phases"][1]
     sets = unions(phase, "run").values()
@@ -302,6 +318,8 @@ def facts(case: Case, capped: dict[str, Any]) -> dict[str, Any]:
         "steps_and_layers": len(run), "fetched": sum(run) / len(run), "most": max(run),
         "native_union": sum(own) / len(own), "native_most": max(own),
         "fullest_half": sum(max(loads(case, some)) for some in sets) / len(run), "debug": phase["states"][0]["debug"],
+        "requests": len(PROMPTS), "same_asked_twice": alike(plain["phases"][0], plain["phases"][-1]),
+        "same_with_plugin": alike(plain["phases"][0], capped["phases"][0]),
     }  # fmt: skip
 
 
@@ -312,8 +330,7 @@ def on_one(case: Case, capped: dict[str, Any], single: Future[dict[str, Any]] | 
     """
     if case.gpus == 1 or single is None or "error" in capped or "error" in single.result():
         return {}
-    tokens, alone = capped["phases"][0]["tokens"], single.result()["phases"][0]["tokens"]
-    return {"same_as_one_gpu": sum(a == b for a, b in zip(tokens, alone, strict=True)), "requests": len(alone)}
+    return {"same_as_one_gpu": alike(capped["phases"][0], single.result()["phases"][0])}
 
 
 def one_gpu(case: Case) -> str:
@@ -374,7 +391,7 @@ def check(
             plain, capped = (started[name, mode, which].result() for which in ("plain", "capped"))
             case = CASES[name]
             found = judge(case, mode, plain, capped, gpus > 0)
-            seen = facts(case, capped) | on_one(case, capped, started.get((one_gpu(case), mode, "plain")))
+            seen = facts(case, plain, capped) | on_one(case, capped, started.get((one_gpu(case), mode, "plain")))
             wrong += bool(found)
             shown = {k: round(v, 2) if isinstance(v, float) else v for k, v in seen.items()}
             print(f"{name} {mode}: {'; '.join(['WRONG', *found]) if found else f'ok {shown}'}", flush=True)
