@@ -332,7 +332,8 @@ def facts(case: Case, answers: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "path": phase["states"][0]["path"], "experts_by": method[1] if method else "", "ranks": len(phase["states"]),
         "steps_and_layers": len(run), "fetched": sum(run) / len(run), "most": max(run),
         "native_union": sum(own) / len(own), "native_most": max(own),
-        "fullest_half": sum(max(loads(case, some)) for some in sets) / len(run), "debug": phase["states"][0]["debug"],
+        "fullest_half": sum(max(loads(case, some)) for some in sets) / len(run),
+        "half_idle": sum(not min(loads(case, some)) for some in sets), "debug": phase["states"][0]["debug"],
         "requests": len(PROMPTS), "same_with_plugin": alike(first, capped["phases"][0]),
         "same_asked_twice": twice[0], "same_in_a_twin": twice[1] if twice[1:] else None,
     }  # fmt: skip

@@ -240,6 +240,28 @@ def test_rank_fetches_more_than_its_share_or_is_charged_for_others(checkpoints: 
         assert after["debug"]["different"] == 0
 
 
+def test_rank_with_nothing_to_run_stops_the_engine_or_spoils_what_follows(checkpoints: Path, drive: Drive) -> None:
+    """One expert a step over two ranks: one of them has none."""
+    requests = {"requests": REQUESTS}
+    config = {"policy": "base:budget=16", "stats": str(checkpoints / "stats.safetensors"), "debug": True}
+    engine = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    plan = [requests, {"set": {"budget": 1}, **requests}, {"set": {"budget": 16}, **requests}]
+    [answer] = drive([job(checkpoints / "qwen3", config, plan, **engine)], env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    assert "error" not in answer, answer
+    everything, one, again = answer["phases"]
+    unions = [set().union(*(ids for _, ids in rows)) for rows in decoded(one, REQUESTS).values()]
+    assert {len(union) for union in unions} == {1}
+    assert again["tokens"] == everything["tokens"]
+    first = sum(min(union) < EXPERTS // 2 for union in unions)
+    assert 0 < first < len(unions)
+    for before, after in zip(one["before"], one["states"], strict=True):
+        then, now = before["expert_parallel"], after["expert_parallel"]
+        counted = [b - a for a, b in zip(then["fetched"], now["fetched"], strict=True)]
+        assert counted == [first, len(unions) - first]
+        assert now["fetched_most"] - then["fetched_most"] == len(unions)
+        assert after["debug"]["different"] == 0
+
+
 def test_wrong_setting_reaches_serving(checkpoints: Path, drive: Drive) -> None:
     stats = str(checkpoints / "stats.safetensors")
     wrong = {
