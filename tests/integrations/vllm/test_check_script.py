@@ -39,7 +39,7 @@ def made_phase(script: Any, case: Any, capped: bool) -> Answer:
     ranks = np.zeros(3)
     for step in range(10):
         for layer in range(2):
-            ids = [sorted(rng.permutation(script.EXPERTS)[:4].tolist()) for _ in range(5)]
+            ids = [sorted(rng.permutation(case.experts)[:4].tolist()) for _ in range(5)]
             union = sorted({u for some in ids[:4] for u in some})
             kept = union
             if capped and case.counts == "rank":
@@ -55,7 +55,7 @@ def made_phase(script: Any, case: Any, capped: bool) -> Answer:
             counts["rows"] += 4
             counts["fetched"] += len(kept)
             counts["native_union"] += len(union)
-            ranks += [*script.loads(set(kept)), max(script.loads(set(kept)))]
+            ranks += [*script.loads(case, set(kept)), max(script.loads(case, set(kept)))]
     zero = {"counters": dict.fromkeys(counts, 0), "per_layer": [], "path": "kernel", "debug": None}
     zero["expert_parallel"] = {"fetched": [0, 0], "fetched_most": 0}
     state = {**zero, "counters": counts, "expert_parallel": {"fetched": list(ranks[:2]), "fetched_most": ranks[2]}}
@@ -68,7 +68,7 @@ def made_phase(script: Any, case: Any, capped: bool) -> Answer:
     }  # fmt: skip
 
 
-def sound(script: Any, name: str) -> tuple[Answer, Answer]:
+def sound(script: Any, name: str) -> dict[str, Answer]:
     case = script.CASES[name]
     dense, off = made_phase(script, case, False), made_phase(script, case, False)
     off["before"] = copy.deepcopy(off["states"])
@@ -77,7 +77,11 @@ def sound(script: Any, name: str) -> tuple[Answer, Answer]:
         state["path"] = "kernel"
     method = "Fp8OnlineMoEMethod" if name == "fp8" else "UnquantizedFusedMoEMethod"
     log = f"x; kernel path, experts by {method}, 1 bytes\nCapturing CUDA graphs (decode, FULL): 100%"
-    return {"phases": [made_phase(script, case, False)], "log": ""}, {"phases": [dense, capped, off], "log": log}
+    plain = [made_phase(script, case, False) for _ in range(3)]
+    return {
+        "plain": {"phases": plain[:2], "log": ""}, "twin": {"phases": plain[2:], "log": ""},
+        "capped": {"phases": [dense, capped, off], "log": log},
+    }  # fmt: skip
 
 
 CASES = ("bf16", "fp8", "tp2", "ep2", "ep2_rank")
@@ -85,7 +89,7 @@ CASES = ("bf16", "fp8", "tp2", "ep2", "ep2_rank")
 
 @pytest.mark.parametrize("name", CASES)
 def test_sound_engine_is_wrong(script: Any, name: str) -> None:
-    assert script.judge(script.CASES[name], "graph", *sound(script, name), True) == []
+    assert script.judge(script.CASES[name], "graph", sound(script, name), True) == []
 
 
 def more_experts(phase: Answer) -> None:
@@ -126,9 +130,9 @@ def never_compared(phase: Answer) -> None:
         ("bf16", 1, more_experts, "budget 8: 1 of 20 layers and steps run other numbers"),
         ("ep2_rank", 1, more_experts, "budget 3: 1 of 20 layers and steps run other numbers"),
         ("bf16", 1, changed_prefill, "budget 8: 1 prefill rows were changed"),
-        ("bf16", 0, other_token, "budget 32: 1 of 9 requests have other tokens"),
+        ("bf16", 0, other_token, "budget 32: request 0 has another token than without the plugin, first at 0"),
         ("bf16", 0, changed_prefill, "budget 32: rows ran other experts than the router returned"),
-        ("bf16", 2, other_token, "switched off: 1 of 9 requests have other tokens"),
+        ("bf16", 2, other_token, "switched off: request 0 has another token"),
         ("bf16", 2, miscounted, "switched off: these were counted on: {'fetched'"),
         ("tp2", 1, miscounted, "rank 1 counted"),
         ("ep2", 1, miscounted_rank, "rank 1 counted"),
@@ -139,9 +143,23 @@ def never_compared(phase: Answer) -> None:
     ],
 )
 def test_wrong_engine_passes(script: Any, name: str, where: int, spoil: Callable[[Answer], None], says: str) -> None:
-    plain, capped = sound(script, name)
-    spoil(capped["phases"][where])
-    assert any(says in wrong for wrong in script.judge(script.CASES[name], "graph", plain, capped, True))
+    answers = sound(script, name)
+    spoil(answers["capped"]["phases"][where])
+    assert any(says in wrong for wrong in script.judge(script.CASES[name], "graph", answers, True))
+
+
+@pytest.mark.parametrize(("engine", "phase"), [("plain", 1), ("twin", 0)])
+def test_tokens_are_held_against_an_engine_that_does_not_repeat_itself(script: Any, engine: str, phase: int) -> None:
+    case, answers = script.CASES["bf16"], sound(script, "bf16")
+    other_token(answers["capped"]["phases"][0])
+    assert len(script.judge(case, "graph", answers, True)) == 1
+    other_token(answers[engine]["phases"][phase])
+    assert script.judge(case, "graph", answers, True) == []
+    seen = script.facts(case, answers)
+    assert (seen["same_with_plugin"], seen["same_asked_twice"] + seen["same_in_a_twin"]) == (8, 17)
+    changed_prefill(answers["capped"]["phases"][0])
+    [wrong] = script.judge(case, "graph", answers, True)
+    assert wrong == "budget 32: rows ran other experts than the router returned"
 
 
 def test_a_case_has_settings_that_an_engine_refuses(script: Any) -> None:
@@ -150,13 +168,25 @@ def test_a_case_has_settings_that_an_engine_refuses(script: Any) -> None:
 
 
 def test_engine_that_did_not_start_or_captured_nothing_passes(script: Any) -> None:
-    plain, capped = sound(script, "bf16")
-    case = script.CASES["bf16"]
-    assert script.judge(case, "graph", plain, {"error": "no memory", "log": ""}, True) == [
-        "the engine with the plugin did not run: no memory"
-    ]
-    capped["log"] = capped["log"].replace("FULL", "PIECEWISE")
-    assert script.judge(case, "graph", plain, capped, True) == [
-        "the log does not say that full CUDA graphs were captured"
-    ]
-    assert script.judge(case, "eager", plain, capped, True) == []
+    answers, case = sound(script, "bf16"), script.CASES["bf16"]
+    for name in answers:
+        dead = {**answers, name: {"error": "no memory", "log": ""}}
+        assert script.judge(case, "graph", dead, True) == [f"the {name} engine did not run: no memory"]
+        assert script.facts(case, dead) == {}
+    log = answers["capped"]["log"]
+    answers["capped"]["log"] = log.replace("FULL", "PIECEWISE")
+    assert script.judge(case, "graph", answers, True) == ["the log does not say that full CUDA graphs were captured"]
+    del answers["twin"]
+    assert script.judge(case, "eager", answers, True) == []
+
+
+def test_ranks_are_held_against_one_of_another_model(script: Any) -> None:
+    ranks = {name: script.one_gpu(case) for name, case in script.CASES.items() if case.gpus > 1}
+    for name, alone in ranks.items():
+        one, several = script.CASES[alone], script.CASES[name]
+        assert (one.checkpoint, one.engine.get("dtype"), one.gpus) == (
+            several.checkpoint,
+            several.engine.get("dtype"),
+            1,
+        )
+    assert ranks["ep2_rank"] == "bf16"
