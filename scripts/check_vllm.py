@@ -69,6 +69,11 @@ class Case:
         return int(self.sizes["num_experts"])
 
     @property
+    def copies(self) -> int:
+        """The experts' copies, vLLM's physical experts."""
+        return self.experts + int(self.engine.get("eplb_config", {}).get("num_redundant_experts", 0))
+
+    @property
     def policy(self) -> str:
         """With a budget that leaves nothing out."""
         return self.rule.format(all=self.experts)
@@ -78,6 +83,13 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {"wide": WIDE, "demo": DEMO, "qwen3": Q
 FLOAT32 = {"dtype": "float32"}
 TP = {"tensor_parallel_size": 2}
 EP = {**TP, "enable_expert_parallel": True}
+BALANCED = {
+    **EP, "enable_eplb": True,
+    "eplb_config": {
+        "num_redundant_experts": 2, "use_async": False, "communicator": "torch_gloo", "step_interval": 20,
+        "window_size": 10,
+    },
+}  # fmt: skip
 CASES = {
     "bf16": Case(),
     # One scale for all rows of a step, padding included; the same without padding; and a scale for every row.
@@ -95,6 +107,7 @@ CASES = {
     "ep2_rank": Case(EP, "base_ep:budget={all}", 3, "rank", debug=True, gpus=2),
     "ep2_level": Case(EP, "base:budget={all},level=yes", BUDGET, "level", debug=True, gpus=2),
 }
+CASES["ep2_copies"] = Case({**BALANCED, **FLOAT32}, debug=True, gpus=2)
 for checkpoint, budget in (("wide", BUDGET), ("demo", 12), ("qwen3", 16)):
     for kind, more in (("", {}), ("tp2_", TP), ("ep2_", EP)):
         name = f"{'' if checkpoint == 'wide' else f'{checkpoint}_'}{kind}float32"
@@ -165,11 +178,15 @@ def stop(number: int, _: object) -> None:
 
 
 def unions(phase: Phase, which: str) -> dict[tuple[int, int], set[int]]:
-    """(step, layer) -> experts of its decode rows: "run" is what was executed, "own" what the router returned."""
+    """(step, layer) -> experts of its decode rows: "run" is what was executed, "own" what the router returned.
+
+    "copies" are those of EPLB, of the experts that were executed; without it they are these.
+    """
     found: dict[tuple[int, int], set[int]] = defaultdict(set)
-    for (step, layer, request, position, run), own in zip(phase["rows"], phase["own"], strict=True):
+    ids = [row[4] for row in phase["rows"]] if which == "run" else phase[which]
+    for (step, layer, request, position, _), some in zip(phase["rows"], ids, strict=True):
         if position >= len(PROMPTS[request]):
-            found[step, layer].update(run if which == "run" else own)
+            found[step, layer].update(some)
     return found
 
 
@@ -204,10 +221,10 @@ def check_dense(plain: Phase, controls: Sequence[Phase], phase: Phase, what: str
         yield f"{what}: rows ran other experts than the router returned"
 
 
-def loads(case: Case, experts: set[int]) -> list[int]:
-    """Experts of each of two ranks, as vLLM's linear placement has them."""
-    first = sum(expert < case.experts // 2 for expert in experts)
-    return [first, len(experts) - first]
+def loads(case: Case, copies: set[int]) -> list[int]:
+    """Copies of experts on each of two ranks, as vLLM's linear placement has them."""
+    first = sum(copy < case.copies // 2 for copy in copies)
+    return [first, len(copies) - first]
 
 
 def kept(case: Case, run: set[int], own: set[int]) -> bool:
@@ -223,7 +240,7 @@ def kept(case: Case, run: set[int], own: set[int]) -> bool:
 
 def check_capped(case: Case, phase: Phase) -> Iterator[str]:
     """The phase at the case's budget: what was executed, and whether every rank's counters say the same."""
-    run, own = unions(phase, "run"), unions(phase, "own")
+    run, own, copies = (unions(phase, which) for which in ("run", "own", "copies"))
     what = f"budget {case.budget}"
     wrong = [(key, loads(case, run[key]), loads(case, own[key])) for key in run if not kept(case, run[key], own[key])]
     if wrong:
@@ -247,8 +264,8 @@ def check_capped(case: Case, phase: Phase) -> Iterator[str]:
             then, now = before["expert_parallel"], after["expert_parallel"]
             by_rank = [round(b - a) for a, b in zip(then["fetched"], now["fetched"], strict=True)]
             most = round(now["fetched_most"] - then["fetched_most"])
-            recorded = [sum(column) for column in zip(*(loads(case, union) for union in run.values()), strict=True)]
-            slowest = sum(max(loads(case, union)) for union in run.values())
+            recorded = [sum(column) for column in zip(*(loads(case, some) for some in copies.values()), strict=True)]
+            slowest = sum(max(loads(case, some)) for some in copies.values())
             if (by_rank, most) != (recorded, slowest):
                 yield f"rank {rank} counted {by_rank}, {most} by rank, recorded were {recorded}, {slowest}"
 
@@ -325,16 +342,17 @@ def facts(case: Case, answers: dict[str, dict[str, Any]]) -> dict[str, Any]:
     first, capped = answers["plain"]["phases"][0], answers["capped"]
     twice = [alike(first, control) for control in controls_of(answers)]
     phase = capped["phases"][1]
-    sets = unions(phase, "run").values()
+    sets, copies = unions(phase, "run").values(), unions(phase, "copies").values()
     run, own = list(map(len, sets)), list(map(len, unions(phase, "own").values()))
     method = re.search(r"experts by (\w+)", capped["log"])
     return {
         "path": phase["states"][0]["path"], "experts_by": method[1] if method else "", "ranks": len(phase["states"]),
         "steps_and_layers": len(run), "fetched": sum(run) / len(run), "most": max(run),
         "native_union": sum(own) / len(own), "native_most": max(own),
-        "fullest_half": sum(max(loads(case, some)) for some in sets) / len(run),
-        "half_idle": sum(not min(loads(case, some)) for some in sets), "debug": phase["states"][0]["debug"],
-        "requests": len(PROMPTS), "same_with_plugin": alike(first, capped["phases"][0]),
+        "fullest_half": sum(max(loads(case, some)) for some in copies) / len(run),
+        "half_idle": sum(not min(loads(case, some)) for some in copies), "copies": case.copies,
+        "debug": phase["states"][0]["debug"], "requests": len(PROMPTS),
+        "same_with_plugin": alike(first, capped["phases"][0]),
         "same_asked_twice": twice[0], "same_in_a_twin": twice[1] if twice[1:] else None,
     }  # fmt: skip
 
@@ -351,7 +369,7 @@ def on_one(case: Case, capped: dict[str, Any], single: Future[dict[str, Any]] | 
 
 def one_gpu(case: Case) -> str:
     """The case of one GPU with the same checkpoint and numbers."""
-    engine = {key: value for key, value in case.engine.items() if key not in EP}
+    engine = {key: value for key, value in case.engine.items() if key not in BALANCED}
     alone = (other for other in CASES.items() if other[1].gpus == 1 and other[1].checkpoint == case.checkpoint)
     return next(name for name, other in alone if other.engine == engine)
 

@@ -40,6 +40,8 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "BaseRouter._compute_routing": "self hidden_states router_logits indices_type",
         "BaseRouter._select_experts": "self hidden_states router_logits",
         "BaseRouter.set_capture_fn": "self capture_fn",
+        "eplb_map_to_physical_and_record": "topk_ids expert_load_view logical_to_physical_map logical_replica_count "
+        "record_enabled num_unpadded_tokens",
     },
     "distributed/parallel_state.py": {
         "get_ep_group": "",
@@ -82,7 +84,9 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "envs.py": {"": "VLLM_BATCH_INVARIANT"},
     "sampling_params.py": {"SamplingParams": "extra_args"},
-    f"{FUSED}/config.py": {"FusedMoEConfig": "hidden_dim hidden_dim_unpadded router_logits_dtype num_local_experts"},
+    f"{FUSED}/config.py": {
+        "FusedMoEConfig": "hidden_dim hidden_dim_unpadded router_logits_dtype num_local_experts num_logical_experts"
+    },
     f"{FUSED}/runner/moe_runner.py": {
         "MoERunner": "layer_name layer_id router moe_config routed_experts is_monolithic"
     },
@@ -90,6 +94,8 @@ NAMES: dict[str, dict[str, str]] = {
     f"{FUSED}/routed_experts.py": {"RoutedExperts": "expert_map_manager quant_method"},
     "distributed/parallel_state.py": {"GroupCoordinator": "world_size cpu_group"},
     f"{FUSED}/router/base_router.py": {"BaseRouter": "top_k global_num_experts"},
+    f"{FUSED}/router/fused_moe_router.py": {"FusedMoERouter": "eplb_state"},
+    "distributed/eplb/eplb_state.py": {"EplbLayerState": "logical_to_physical_map logical_replica_count"},
     f"{FUSED}/router/fused_topk_router.py": {"FusedTopKRouter": "renormalize scoring_func"},
     f"{FUSED}/router/fused_topk_bias_router.py": {
         "FusedTopKBiasRouter": "renormalize scoring_func routed_scaling_factor e_score_correction_bias "
@@ -145,12 +151,19 @@ def names_of(owner: ast.AST) -> Iterator[str]:
                 yield target.attr
 
 
+def children(owner: ast.AST) -> Iterator[ast.AST]:
+    """What is defined right in it, whatever the condition."""
+    for node in ast.iter_child_nodes(owner):
+        yield node
+        if isinstance(node, ast.If):
+            yield from children(node)
+
+
 def find(tree: ast.Module, path: str) -> ast.AST | None:
     """The definition of `function`, `Class` or `Class.method`; the module for an empty path."""
     owner: ast.AST = tree
     for name in filter(None, path.split(".")):
-        inside = (node for node in ast.iter_child_nodes(owner) if getattr(node, "name", None) == name)
-        found = next(inside, None)
+        found = next((node for node in children(owner) if getattr(node, "name", None) == name), None)
         if found is None:
             return None
         owner = found

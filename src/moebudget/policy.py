@@ -13,7 +13,7 @@ from moebudget.device_selects import DeviceBudget, Level
 from moebudget.fill import Fill
 from moebudget.score import Score
 from moebudget.select import Budgeted, Select
-from moebudget.types import NO_STATS, Active, LayerStats, RouterBatch, Routing
+from moebudget.types import NO_STATS, PLACEMENT, Active, LayerStats, RouterBatch, Routing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +45,11 @@ class Policy:
     def needs_energy(self) -> bool:
         """Whether the true output energies of a step must be known before it is decided (the oracle)."""
         return self.score.needs_energy
+
+    @property
+    def needs_placement(self) -> bool:
+        """Whether it looks at where experts lie or what they cost."""
+        return bool(self.needs & PLACEMENT)
 
     @property
     def budget(self) -> int | Tensor | None:

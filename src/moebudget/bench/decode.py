@@ -160,7 +160,7 @@ def _check_ranks(rules: Sequence[Policy], uneven: Sequence[int], engine: Mapping
     if spread and uneven:
         raise ValueError(f"uneven={list(uneven)} is held against a line in the experts; expert parallelism has none")
     for rule in rules:
-        if rule.needs & PLACEMENT and not spread:
+        if rule.needs_placement and not spread:
             raise ValueError(
                 f"policy {rule.name!r} looks at the devices of experts: give the engine tensor_parallel_size=2 or "
                 "more and enable_expert_parallel=True"

@@ -37,6 +37,8 @@ def run(job: dict[str, Any], last: bool) -> dict[str, Any]:
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.lora.request import LoRARequest
 
+    if job["engine"].get("enable_eplb"):
+        allow_balancing_on_the_cpu()
     record = {"worker_extension_cls": "tests.integrations.vllm.record.Extension"} if job.get("record") else {}
     try:
         llm = LLM(**{**PLAIN, **record, **job["engine"]})
@@ -102,8 +104,8 @@ def run(job: dict[str, Any], last: bool) -> dict[str, Any]:
         if record:
             ranks = llm.collective_rpc("record_take")
             first = min((row[2] for row in ranks[0]), default=0)
-            answer["rows"] = [(s, la, r - first, p, ids) for s, la, r, p, ids, _ in ranks[0]]
-            answer["own"] = [row[-1] for row in ranks[0]]
+            answer["rows"] = [(s, la, r - first, p, ids) for s, la, r, p, ids, _, _ in ranks[0]]
+            answer["own"], answer["copies"] = ([row[i] for row in ranks[0]] for i in (5, 6))
             answer["ranks_run_alike"] = all(rank == ranks[0] for rank in ranks)
         phases.append(answer)
     if last:
@@ -116,6 +118,23 @@ def run(job: dict[str, Any], last: bool) -> dict[str, Any]:
         cleanup_dist_env_and_memory()
     torch.compiler.reset()
     return {"phases": phases}
+
+
+def allow_balancing_on_the_cpu() -> None:
+    """Let vLLM's configuration take expert load balancing on a CPU, which record.py completes there."""
+    import vllm.config.parallel as module
+
+    platform = module.current_platform
+    if platform.is_cpu():
+
+        class Allowing:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(platform, name)
+
+            def is_cuda_alike(self) -> bool:
+                return True
+
+        module.current_platform = Allowing()
 
 
 def interpret_triton() -> None:

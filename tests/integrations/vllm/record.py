@@ -1,6 +1,7 @@
 """An extension of vLLM's workers that records what every row of every layer runs, eager or in CUDA graphs.
 
-What a row is, is found here anew from vLLM's own positions; nothing asks moebudget. Ids are copied on the device into
+What a row is, is found here anew from vLLM's own positions; nothing asks moebudget. Copies are those that EPLB made of
+experts, if it did, numbered as vLLM's kernels see them. Ids are copied on the device into
 buffers of fixed addresses, so a captured graph fills them at every replay; they are read after each step.
 """
 
@@ -9,11 +10,13 @@ from __future__ import annotations
 import functools
 import sys
 from typing import Any
+from unittest.mock import Mock, patch
 
 import torch
 from torch import Tensor
 
-Row = tuple[int, int, int, int, list[int], list[int]]  # step, layer, request, position, ids run, ids of the model
+# step, layer, request, position, ids run, ids of the model, copies run
+Row = tuple[int, int, int, int, list[int], list[int], list[int]]
 
 
 class Recorder:
@@ -28,11 +31,11 @@ class Recorder:
         layers = [m for m in model_runner.get_model().modules() if isinstance(m, MoERunner)]
         config = model_runner.vllm_config
         size = max(int(model_runner.max_num_tokens), int(config.compilation_config.max_cudagraph_capture_size or 0))
-        shape = (2, len(layers), size, layers[0].router.top_k)
+        shape = (3, len(layers), size, layers[0].router.top_k)
         with torch.inference_mode(False):
             self.buffer = torch.full(shape, -1, dtype=torch.int32, device=model_runner.device)
-        for layer, run, own in zip(layers, *self.buffer, strict=True):
-            observe(layer.router, run, own)
+        for layer, run, own, copies in zip(layers, *self.buffer, strict=True):
+            observe(layer.router, run, own, copies)
         self._watch(model_runner)
 
     def _watch(self, model_runner: Any) -> None:
@@ -57,10 +60,9 @@ class Recorder:
 
     def _note(self) -> None:
         self.step += 1
-        run, own = self.buffer[:, :, : len(self.batch)].tolist()
-        for layer, (ids, model_ids) in enumerate(zip(run, own, strict=True)):
-            for (request, position), a, b in zip(self.batch, ids, model_ids, strict=True):
-                self.rows.append((self.step, layer, request, position, sorted(a), sorted(b)))
+        for layer, ids in enumerate(zip(*self.buffer[:, :, : len(self.batch)].tolist(), strict=True)):
+            for (request, position), run, own, copies in zip(self.batch, *ids, strict=True):
+                self.rows.append((self.step, layer, request, position, sorted(run), sorted(own), sorted(copies)))
 
 
 def describe(batch: Any, model_runner: Any, second: bool) -> list[tuple[int, int]]:
@@ -74,8 +76,8 @@ def describe(batch: Any, model_runner: Any, second: bool) -> list[tuple[int, int
     ]
 
 
-def observe(router: Any, run: Tensor, own: Tensor) -> None:
-    """Copy the ids that vLLM's kernels are given into `run`, those that vLLM's router returned into `own`, [T, K]."""
+def observe(router: Any, run: Tensor, own: Tensor, copies: Tensor) -> None:
+    """Copy the ids that vLLM runs into `run`, those that its router returned into `own`, the copies taken, [T, K]."""
     before = router.capture_fn
 
     def capture(ids: Tensor) -> None:
@@ -84,14 +86,21 @@ def observe(router: Any, run: Tensor, own: Tensor) -> None:
         run[: ids.shape[0]].copy_(ids)
 
     router.set_capture_fn(capture)
-    router.own_ids = own
+    router.own_ids, router.copy_ids = own, copies
     # moebudget's class of a router derives from vLLM's: what vLLM's returns is not yet changed.
     note_routing(next(cls for cls in type(router).__mro__ if cls.__module__.startswith("vllm.")))
 
 
 @functools.cache
 def note_routing(cls: Any) -> None:
-    original = cls._compute_routing
+    original, balance = cls._compute_routing, cls._apply_eplb_mapping
+
+    @functools.wraps(balance)
+    def _apply_eplb_mapping(self: Any, ids: Tensor) -> Tensor:
+        copies = balance(self, ids)
+        if getattr(self, "copy_ids", None) is not None:
+            self.copy_ids[: ids.shape[0]].copy_(copies)
+        return copies  # type: ignore[no-any-return]
 
     @functools.wraps(original)
     def _compute_routing(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -101,7 +110,7 @@ def note_routing(cls: Any) -> None:
             own[: ids.shape[0]].copy_(ids)
         return weights, ids
 
-    cls._compute_routing = _compute_routing
+    cls._compute_routing, cls._apply_eplb_mapping = _compute_routing, _apply_eplb_mapping
 
 
 class Extension:
@@ -174,3 +183,46 @@ def map_experts_on_the_cpu() -> None:
 
 
 map_experts_on_the_cpu()
+
+
+def balance_experts_on_the_cpu() -> None:
+    """vLLM moves and copies experts on GPUs alone; its CPU build lacks the start, the choice of a copy, a clock."""
+    from vllm.distributed.eplb.eplb_state import EplbState
+    from vllm.model_executor.layers.fused_moe.router import base_router
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+
+    def map_to_copies(
+        topk_ids: Tensor, expert_load_view: Tensor, logical_to_physical_map: Tensor, logical_replica_count: Tensor,
+        record_enabled: Tensor, **_: Any,
+    ) -> Tensor:  # fmt: skip
+        ids, turn = topk_ids.long(), torch.arange(len(topk_ids))[:, None]
+        copies = logical_to_physical_map[ids, turn % logical_replica_count[ids]]
+        if record_enabled:
+            expert_load_view += torch.bincount(copies.reshape(-1), minlength=len(expert_load_view)).int()
+        return copies.to(topk_ids.dtype)
+
+    base_router.eplb_map_to_physical_and_record = map_to_copies
+    runner = sys.modules["vllm.v1.worker.cpu_model_runner"].CPUModelRunner
+    load, rearrange = runner.load_model, EplbState.rearrange
+
+    @functools.wraps(load)
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        load(self, *args, **kwargs)
+        if self.parallel_config.enable_eplb:
+            self._moe_model, self.eplb_state = self.model, EplbState(self.parallel_config, self.device)
+            self.eplb_state.add_model(self.model, self.model_config)
+
+    clock = Mock(**{"return_value.elapsed_time.return_value": 0.0})
+
+    @functools.wraps(rearrange)
+    def rearranged(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with patch.object(torch, "Event", clock), patch.object(torch.accelerator, "current_stream", Mock()):
+            return rearrange(self, *args, **kwargs)
+
+    runner.load_model, EplbState.rearrange = load_model, rearranged
+
+
+balance_experts_on_the_cpu()

@@ -62,7 +62,8 @@ def made_phase(script: Any, case: Any, capped: bool) -> Answer:
     if case.debug:
         state["debug"] = {"compared": counts["steps"], "different": 0}
     return {
-        "tokens": [[1]] * len(script.PROMPTS), "rows": rows, "own": own, "ranks_run_alike": True,
+        "tokens": [[1]] * len(script.PROMPTS), "rows": rows, "own": own, "copies": [row[-1] for row in rows],
+        "ranks_run_alike": True,
         "before": [copy.deepcopy(zero) for _ in range(case.gpus)],
         "states": [copy.deepcopy(state) for _ in range(case.gpus)],
     }  # fmt: skip
@@ -189,4 +190,4 @@ def test_ranks_are_held_against_one_of_another_model(script: Any) -> None:
             several.engine.get("dtype"),
             1,
         )
-    assert ranks["ep2_rank"] == "bf16"
+    assert (ranks["ep2_rank"], ranks["ep2_copies"]) == ("bf16", "float32")

@@ -48,6 +48,8 @@ def test_covered_layout_is_refused() -> None:
     check_layout(layout(), batch_invariant=False)
     check_layout(layout(enable_expert_parallel=True), batch_invariant=False)
     check_layout(layout(expert_placement_strategy="round_robin"), batch_invariant=False)  # without expert parallel
+    check_layout(layout(enable_expert_parallel=True, enable_eplb=True), batch_invariant=False)
+    check_layout(layout(enable_expert_parallel=True), batch_invariant=False, by_device=True)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,6 @@ def test_covered_layout_is_refused() -> None:
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
         ({"use_sequence_parallel_moe": True}, "sequence-parallel experts: a rank sees a part"),
         ({"use_ubatching": True}, "micro-batch overlap"),
-        ({"enable_eplb": True}, "enable_eplb: replicas"),
         ({"enable_elastic_ep": True}, "enable_elastic_ep"),
         ({"enable_expert_parallel": True, "expert_placement_strategy": "round_robin"}, "'round_robin'"),
     ],
@@ -66,6 +67,13 @@ def test_covered_layout_is_refused() -> None:
 def test_layout_without_cover_starts(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedEngineError, match=message):
         check_layout(layout(**changes), batch_invariant=False)
+
+
+def test_moving_experts_are_chosen_by_their_device() -> None:
+    with pytest.raises(
+        UnsupportedEngineError, match="enable_eplb under a policy that looks at the devices of experts"
+    ):
+        check_layout(layout(enable_eplb=True), batch_invariant=False, by_device=True)
 
 
 def test_batch_invariant_mode_starts() -> None:
@@ -217,7 +225,7 @@ def test_unreadable_router_serves_or_a_drafts_is_refused() -> None:
     assert settings is not None
     runner: Any = nn.Identity()
     runner.layer_name, runner.layer_id, runner.router = "x", 0, SimpleNamespace()
-    runner.moe_config = SimpleNamespace(hidden_dim=6, hidden_dim_unpadded=None)
+    runner.moe_config = SimpleNamespace(hidden_dim=6, hidden_dim_unpadded=None, num_logical_experts=16)
     with pytest.raises(UnsupportedRouterError, match="routes this model with SimpleNamespace"):
         Engine(settings, "f").collect(runner)
     engine = Engine(settings, "f", drafts=True)

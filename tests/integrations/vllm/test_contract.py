@@ -13,6 +13,9 @@ CONTRACT: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[3] / "scrip
 BASE = f"{CONTRACT['FUSED']}/router/base_router.py"
 GOOD = {
     BASE: """
+if True:
+    def eplb_map_to_physical_and_record(topk_ids, expert_load_view, logical_to_physical_map,
+        logical_replica_count, record_enabled, num_unpadded_tokens=None): ...
 class BaseRouter:
     def __init__(self): self.top_k = self.global_num_experts = 1
     def set_capture_fn(self, capture_fn): ...
@@ -52,6 +55,12 @@ def test_kept_contract_is_reported(tmp_path: Path) -> None:
             "takes (self, router",
         ),
         ("self.top_k = ", "self.k = ", "BaseRouter has no top_k"),
+        ("eplb_map_to_physical_and_record", "map_and_record", "eplb_map_to_physical_and_record is gone"),
+        (
+            "logical_replica_count, record",
+            "record",
+            "eplb_map_to_physical_and_record takes (topk_ids, expert_load_view",
+        ),
         ("self.capture_fn(ids)", "pass", "no longer calls _compute_routing(, capture_fn("),
         ("VLLM_BATCH_INVARIANT", "VLLM_STABLE", "the module has no VLLM_BATCH_INVARIANT"),
         ("vllm.endpoint_plugins", "vllm.routes", "no longer loads vllm.endpoint_plugins"),

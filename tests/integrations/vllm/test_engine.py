@@ -262,6 +262,41 @@ def test_rank_with_nothing_to_run_stops_the_engine_or_spoils_what_follows(checkp
         assert after["debug"]["different"] == 0
 
 
+def test_copies_of_experts_are_not_counted_or_choose_for_themselves(checkpoints: Path, drive: Drive) -> None:
+    """Expert load balancing: 16 experts in 18 copies on two ranks, which vLLM deals out anew every few steps."""
+    balance = {"num_redundant_experts": 2, "use_async": False, "communicator": "torch_gloo", "step_interval": 20,
+               "window_size": 10}  # fmt: skip
+    engine = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True, "eplb_config": balance}
+    config = {"policy": "base:budget=16", "stats": str(checkpoints / "stats.safetensors"), "debug": True}
+    requests, env = {"requests": REQUESTS}, {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    plan = [requests, {"set": {"budget": 3}, **requests}]
+    [plain] = drive([job(checkpoints / "qwen3", None, [requests], **engine)], env={**env, "MOEBUDGET_DISABLE": "1"})
+    [answer] = drive([job(checkpoints / "qwen3", config, plan, **engine)], env=env)
+    assert "error" not in answer, answer
+    [without], (everything, three) = plain["phases"], answer["phases"]
+    for name in ("tokens", "rows", "copies"):
+        assert everything[name] == without[name]
+    assert everything["own"] == [row[-1] for row in everything["rows"]]
+    assert any(
+        {c % EXPERTS for c in copies} != set(row[-1])
+        for row, copies in zip(three["rows"], three["copies"], strict=True)
+    )
+    unions: dict[tuple[int, int], tuple[set[int], set[int]]] = defaultdict(lambda: (set(), set()))
+    for (step, layer, request, position, run), copies in zip(three["rows"], three["copies"], strict=True):
+        if position >= len(PROMPTS[request]):
+            unions[step, layer][0].update(run)
+            unions[step, layer][1].update(copies)
+    assert max(len(experts) for experts, _ in unions.values()) == 3
+    assert max(len(copies) for _, copies in unions.values()) > 3
+    loads = [[sum(copy // 9 == rank for copy in copies) for rank in range(2)] for _, copies in unions.values()]
+    for before, after in zip(three["before"], three["states"], strict=True):
+        then, now = before["expert_parallel"], after["expert_parallel"]
+        counted = [b - a for a, b in zip(then["fetched"], now["fetched"], strict=True)]
+        assert counted == [sum(column) for column in zip(*loads, strict=True)]
+        assert now["fetched_most"] - then["fetched_most"] == sum(map(max, loads))
+        assert (after["debug"]["different"], after["experts"]) == (0, EXPERTS)
+
+
 def test_wrong_setting_reaches_serving(checkpoints: Path, drive: Drive) -> None:
     stats = str(checkpoints / "stats.safetensors")
     wrong = {

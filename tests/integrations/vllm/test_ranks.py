@@ -62,11 +62,11 @@ def test_expert_is_placed_on_the_rank_of_another_layer() -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ([0, 1, 2], "layer 0: expert 2 lies on 2 of 2 ranks"),
-        ([0], "layer 0: expert 1 lies on 0 of 2 ranks"),
+        ([0, 1, 2], "layer 0: vLLM's expert 2 lies on 2 of 2 ranks"),
+        ([0], "layer 0: vLLM's expert 1 lies on 0 of 2 ranks"),
     ],
 )
-def test_expert_with_a_replica_or_without_a_rank_is_placed(other: list[int], message: str) -> None:
+def test_expert_on_two_ranks_or_on_none_is_placed(other: list[int], message: str) -> None:
     with pytest.raises(UnsupportedEngineError, match=message):
         read_placements(holding([2, 3, 4, 5]), lambda own: [own, [other]])
 
@@ -139,6 +139,25 @@ def test_budget_of_a_device_is_exceeded_or_its_counter_is_wrong() -> None:
         "fetched_most": float(wanted[4]),
         "per_layer": [wanted.tolist()],
     }
+
+
+def test_copies_of_an_expert_are_charged_as_one_or_to_its_first_rank() -> None:
+    """Three experts in four copies on two ranks: the rows of expert 0 take its copies 0 and 3 in turns."""
+    maps = torch.tensor([[0, 3], [1, -1], [2, -1]])
+
+    def copies(ids: Tensor) -> Tensor:
+        turn = (torch.arange(len(ids)) % 2)[:, None] * (ids == 0)
+        return maps[ids, turn]
+
+    watch = Watch(Placement.contiguous(4, 2), CPU, copies=copies)
+    ids = torch.tensor([[0, 1], [0, 1], [1, 2], [2, 1]])
+    watch(ids, torch.tensor([VOTES, VOTES, KEEPS, VOTES]))
+    assert watch.fetched is not None
+    assert watch.fetched.tolist() == [2, 2, 2]  # copies 0 and 1, copies 2 and 3
+    watch(ids, torch.tensor([VOTES, KEEPS, KEEPS, KEEPS]))
+    assert watch.fetched.tolist() == [4, 2, 4]
+    watch(ids, torch.tensor([KEEPS, VOTES, PADDING, KEEPS]))
+    assert watch.fetched.tolist() == [5, 3, 5]
 
 
 def test_ranks_that_choose_alike_differ_or_others_do_not() -> None:

@@ -168,12 +168,12 @@ class CPURouter:
         self.e_score_correction_bias, self.custom_routing_function, self._hash_indices_table = bias, None, None
 
     def _compute_routing(self, hidden: Tensor, logits: Tensor, indices_type: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        batch = router_spec(self)(hidden, logits)
+        batch = router_spec(self, 16)(hidden, logits)
         return batch.weights, batch.ids.int()
 
 
 def make_layer(board: Board, name: str = "model.layers.1.mlp.experts") -> hook.Layer:
-    config = SimpleNamespace(hidden_dim=32, hidden_dim_unpadded=HIDDEN)
+    config = SimpleNamespace(hidden_dim=32, hidden_dim_unpadded=HIDDEN, num_logical_experts=16)
     layer = hook.Layer(SimpleNamespace(layer_name=name, layer_id=1, router=CPURouter(), moe_config=config))
     policy, stats = parse("base:budget=2"), make_problem("softmax", 1, 16, 4).stats  # reads the hidden state
     route = make_router(policy, layer.spec, stats, hidden=HIDDEN, max_rows=8, device=CPU)
@@ -218,7 +218,7 @@ def test_step_of_prefill_alone_pays_for_the_policy(monkeypatch: pytest.MonkeyPat
 
 
 def test_layer_of_a_draft_model_is_capped() -> None:
-    config = SimpleNamespace(hidden_dim=32, hidden_dim_unpadded=None)
+    config = SimpleNamespace(hidden_dim=32, hidden_dim_unpadded=None, num_logical_experts=16)
     runner = SimpleNamespace(layer_name="draft.0.experts", layer_id=0, router=CPURouter(), moe_config=config)
     layer = hook.Layer(runner)  # collected, never activated
     weights, ids = layer.router._compute_routing(torch.randn(8, 32), torch.randn(8, 16), None)

@@ -50,7 +50,7 @@ SIGMOID = {"scoring_func": "sigmoid", "e_score_correction_bias": BIAS}
     ],
 )
 def test_router_is_misread(router: Any, spec: RouterSpec) -> None:
-    assert router_spec(router) == spec
+    assert router_spec(router, 16) == spec
 
 
 def test_bias_that_the_router_ignores_is_used() -> None:
@@ -73,4 +73,4 @@ def test_bias_that_the_router_ignores_is_used() -> None:
 )
 def test_router_without_a_reading_is_capped(router: Any, message: str) -> None:
     with pytest.raises(UnsupportedRouterError, match=message):
-        router_spec(router)
+        router_spec(router, 16)

@@ -14,10 +14,10 @@ from moebudget.integrations.vllm.checks import canary, check_layers, fetched_byt
 from moebudget.integrations.vllm.config import check_slots
 from moebudget.integrations.vllm.hook import Layer
 from moebudget.integrations.vllm.ranks import (
+    Copies,
     Watch,
     check_agreement,
     expert_ranks,
-    needs_placement,
     placed,
     read_placements,
     watched,
@@ -79,12 +79,12 @@ class Engine:
         config = model_runner.vllm_config
         expert_parallel = bool(config.parallel_config.enable_expert_parallel)
         self.placements = read_placements(self.layers, expert_ranks() if expert_parallel else _alone)
-        if self.stats is not None or needs_placement(policy):
+        if self.stats is not None or policy.needs_placement:
             trained = config.load_config.load_format != "dummy"
             facts = model_facts(self.layers, model, self.family, trained=trained)
             if self.stats is not None:
                 self.stats.check(facts, policy.needs - PLACEMENT)
-            if needs_placement(policy):
+            if policy.needs_placement:
                 self.stats = placed(policy, facts if self.stats is None else self.stats, self.placements)
         if policy.budget is not None:
             asked = policy.budget if self.settings.budgets is None else self.settings.budgets
@@ -96,7 +96,8 @@ class Engine:
         for position, layer in enumerate(self.layers):
             stats = NO_STATS if self.stats is None else self.stats.layer(position)
             route = make_router(policy, layer.spec, stats, hidden=layer.hidden, max_rows=wide, device=device)
-            layer.activate(route, self.board, Watch(self.placements[position], device, ranks, add))
+            copies = Copies(layer.router, device) if config.parallel_config.enable_eplb else None
+            layer.activate(route, self.board, Watch(self.placements[position], device, ranks, add, copies))
         self.board.by_request = any(isinstance(layer.route, TorchRouter) for layer in self.layers)
         chain([layer.route.holding for layer in self.layers if layer.route is not None])
         self._write(self.budgets)
@@ -191,8 +192,10 @@ class Engine:
         budgets = sorted(set(self.budgets or ()))
         shown = "" if not budgets else f", budget {budgets[0]}" + (f" to {budgets[-1]}" if len(budgets) > 1 else "")
         devices = self.placements[0].devices
-        where = f" over {devices} ranks" if devices > 1 else ""
-        spec, method = self.layers[0].spec, type(self.layers[0].runner.routed_experts.quant_method).__name__
+        spec, copies = self.layers[0].spec, int(self.layers[0].router.global_num_experts)
+        where = f" in {copies} copies" if copies > spec.num_experts else ""
+        where += f" over {devices} ranks" if devices > 1 else ""
+        method = type(self.layers[0].runner.routed_experts.quant_method).__name__
         return (
             f"moebudget: {self.settings.policy.name}{shown} on {len(self.layers)} layers of {spec.num_experts} "
             f"experts{where}, {spec.top_k} a token; {self._path} path, experts by {method}, "

@@ -25,7 +25,7 @@ class Layer:
         config = runner.moe_config
         self.name, self.index = str(runner.layer_name), int(runner.layer_id)
         self.runner, self.router = runner, runner.router
-        self.spec = router_spec(runner.router)
+        self.spec = router_spec(runner.router, int(config.num_logical_experts))
         self.hidden = int(config.hidden_dim_unpadded or config.hidden_dim)
         self.route: Router | None = None
         self.board: Board | None = None

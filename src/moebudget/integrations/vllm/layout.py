@@ -28,8 +28,11 @@ def check_version(version: str) -> None:
         )
 
 
-def check_layout(config: Any, *, batch_invariant: bool) -> None:
-    """Raise UnsupportedEngineError for a VllmConfig whose steps or ranks the hook does not cover, with the reason."""
+def check_layout(config: Any, *, batch_invariant: bool, by_device: bool = False) -> None:
+    """Raise UnsupportedEngineError for a VllmConfig whose steps or ranks the hook does not cover, with the reason.
+
+    `by_device`: the policy looks at the devices of experts.
+    """
     parallel = config.parallel_config
     reasons = {
         "VLLM_BATCH_INVARIANT=1": (batch_invariant, "a token's experts depend on its batch mates by design"),
@@ -53,9 +56,9 @@ def check_layout(config: Any, *, batch_invariant: bool) -> None:
             parallel.use_ubatching,
             "a layer sees half of the step, and the two halves together exceed the budget",
         ),
-        "enable_eplb": (
-            parallel.enable_eplb,
-            "replicas turn one expert into several that are fetched",
+        "enable_eplb under a policy that looks at the devices of experts": (
+            parallel.enable_eplb and by_device,
+            "experts have copies on several of them and move while it serves; base, spread and price do without",
         ),
         "enable_elastic_ep": (parallel.enable_elastic_ep, "layers are replaced while serving"),
         f"expert_placement_strategy={parallel.expert_placement_strategy!r}": (

@@ -39,8 +39,9 @@ def patch_config(module: ModuleType) -> None:
                 from vllm import envs
 
                 check_version(vllm.__version__)
-                read_settings(self.additional_config)
-                check_layout(self, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT))
+                settings = read_settings(self.additional_config)
+                by_device = settings is not None and settings.policy.needs_placement
+                check_layout(self, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT), by_device=by_device)
 
         return __post_init__
 

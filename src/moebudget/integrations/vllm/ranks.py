@@ -13,7 +13,6 @@ from moebudget.integrations.vllm.layout import UnsupportedEngineError
 from moebudget.placement import Placement
 from moebudget.policy import Policy
 from moebudget.stats import ModelFacts, Stats, place
-from moebudget.types import PLACEMENT
 
 
 class Placed(Protocol):
@@ -39,7 +38,7 @@ def expert_ranks() -> Callable[[Any], list[Any]]:
 
 
 def held(layer: Placed) -> list[int]:
-    """The experts of a layer that this rank holds: vLLM's map has -1 for others, and is None if there are none."""
+    """The experts (of EPLB: copies) that this rank holds: vLLM's map has -1 for others, and is None without others."""
     where = layer.runner.routed_experts.expert_map_manager.expert_map
     experts = int(layer.runner.router.global_num_experts)
     if where is None:
@@ -61,8 +60,9 @@ def read_placements(layers: Sequence[Placed], gather: Callable[[Any], list[Any]]
         wrong = (times != 1).nonzero()[:, 0].tolist()
         if wrong:
             raise UnsupportedEngineError(
-                f"{layer.name}: expert {wrong[0]} lies on {int(times[wrong[0]])} of {len(ranks)} ranks; moebudget "
-                "counts an expert as fetched once, on the one rank that holds it: start without replicas"
+                f"{layer.name}: vLLM's expert {wrong[0]} lies on {int(times[wrong[0]])} of {len(ranks)} ranks; "
+                "moebudget counts it as fetched once, on the one rank that holds it; please report this engine's "
+                "arguments"
             )
         device = torch.empty(experts, dtype=torch.int64)
         for rank, some in enumerate(ranks):
@@ -89,23 +89,52 @@ def placed(policy: Policy, known: Stats | ModelFacts, placements: Sequence[Place
     )
 
 
-def needs_placement(policy: Policy) -> bool:
-    return bool(policy.needs & PLACEMENT)
+class Copies:
+    """Which copy of each chosen expert EPLB is about to run: vLLM's own mapping, once more and without its records.
+
+    vLLM deals the rows of an expert out over its copies by their place in the batch, after the policy has chosen, and
+    writes new maps into the same tensors whenever it moves experts.
+    """
+
+    def __init__(self, router: Any, device: torch.device) -> None:
+        self.router = router
+        with torch.inference_mode(False):
+            self.load = torch.zeros(int(router.global_num_experts), dtype=torch.int32, device=device)
+            self.record = torch.zeros((), dtype=torch.bool, device=device)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """ids [T, K] of experts -> ids [T, K] of copies, vLLM's physical experts."""
+        from vllm.model_executor.layers.fused_moe.router import base_router
+
+        state = self.router.eplb_state
+        return base_router.eplb_map_to_physical_and_record(  # type: ignore[no-any-return]
+            topk_ids=ids,
+            expert_load_view=self.load,
+            logical_to_physical_map=state.logical_to_physical_map,
+            logical_replica_count=state.logical_replica_count,
+            record_enabled=self.record,
+            num_unpadded_tokens=None,
+        )
 
 
 class Watch:
     """What is noted of one layer's chosen experts, step by step, in device tensors that captured graphs write.
 
-    fetched [R + 1] float64: experts of each rank, and of the rank with most; None on a single device.
+    fetched [R + 1] float64: experts (of EPLB: copies) of each rank, and of the rank with most; None on one device.
     compared [2] float64: steps whose choice was compared over all ranks, and those in which ranks differed; None
     unless debugging.
     """
 
     def __init__(
-        self, placement: Placement, device: torch.device, ranks: int = 1, add: Callable[[Tensor], Tensor] | None = None
+        self,
+        placement: Placement,
+        device: torch.device,
+        ranks: int = 1,
+        add: Callable[[Tensor], Tensor] | None = None,
+        copies: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`add` sums a tensor over `ranks` ranks; None: nothing is compared."""
-        self.ranks, self.add = ranks, add
+        """`add` sums a tensor over `ranks` ranks; None: nothing is compared. `placement` is that of `copies`."""
+        self.ranks, self.add, self.copies = ranks, add, copies
         with torch.inference_mode(False):
             self.device = placement.device.to(device)
             several = placement.devices > 1
@@ -120,7 +149,7 @@ class Watch:
     def __call__(self, ids: Tensor, rows: Tensor) -> None:
         """ids [T, K], row classes [T]."""
         if self.fetched is not None:
-            count_fetched(ids, rows, self.device, self.fetched)
+            count_fetched(ids if self.copies is None else self.copies(ids), rows, self.device, self.fetched)
         if self.add is not None:
             assert self.compared is not None
             # Padding holds what was left in memory, and while vLLM warms up for a capture its sums do, too.

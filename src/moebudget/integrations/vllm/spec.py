@@ -15,8 +15,11 @@ class UnsupportedRouterError(ValueError):
     """A router whose arithmetic a policy cannot reproduce; the message says which part."""
 
 
-def router_spec(router: Any) -> RouterSpec:
-    """What the router does with logits. Raises UnsupportedRouterError by name for custom, hash-routed and the like."""
+def router_spec(router: Any, experts: int) -> RouterSpec:
+    """What the router does with logits [T, experts]; the router's own number of experts counts copies as well.
+
+    Raises UnsupportedRouterError by name for custom, hash-routed and the like.
+    """
     kind = type(router).__name__
     if kind not in KNOWN:
         raise UnsupportedRouterError(f"vLLM routes this model with {kind}; known are {', '.join(KNOWN)}")
@@ -35,7 +38,7 @@ def router_spec(router: Any) -> RouterSpec:
     if scoring not in ("softmax", "sigmoid"):
         raise UnsupportedRouterError(f"vLLM's {kind} of this model scores by {scoring!r}; known: softmax, sigmoid")
     grouped = kind == "GroupedTopKRouter" or (kind == "CPURouter" and router.use_grouped_topk)
-    n, groups, opened = int(router.global_num_experts), 1, 1
+    n, groups, opened = experts, 1, 1
     if grouped and router.num_expert_group < n and n % router.num_expert_group == 0:
         groups, opened = int(router.num_expert_group), int(router.topk_group)
     scaled = grouped or kind == "FusedTopKBiasRouter"
