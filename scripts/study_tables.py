@@ -263,8 +263,11 @@ def checks_table(rows: list[Row]) -> str:
     return "\n\n".join([table(heads, cells, left=4), origin(*last.values())])
 
 
-def speed_line(rows: list[Row]) -> str:
-    """What the README says about speed, from the newest line at 16 rows of the largest model."""
+def speed_line(every: list[Row]) -> str:
+    """What the README says about speed, from the newest line at 16 rows of the largest model, and from two GPUs."""
+    rows, ranks = one_gpu(every), [r for r in every if several_devices(r) and r["bench"] == "decode" and r["ep"] == 2]
+    asked = ("qwen3-30b", 16, 48)
+    over = {r["M"]: r for r in ranks if (r["model"], r["B"], r["layers"]) == asked and "base_ep" in r["policy"]}
     line = [r for r in rows if r["bench"] == "decode_fit" and (r["model"], r["B"]) == ("qwen3-30b", 16)][-1]
     keys = ("model", "B", "weights")
     same = {r["M"]: r for r in rows if r["bench"] == "decode" and all(r[k] == line[k] for k in keys)}
@@ -276,7 +279,10 @@ def speed_line(rows: list[Row]) -> str:
         f"{tighter['tpot_ms']:.1f} at 10, {tight['speedup']:.2f} and {tighter['speedup']:.2f} times faster. Random "
         f"routers spread tokens more evenly than trained ones: against the {line['at_union']} experts that the "
         f"trained model was measured at, the same line gives {line['speedup_at_union']['16']:.2f} and "
-        f"{line['speedup_at_union']['10']:.2f} ([all settings](docs/vllm.md#what-it-is-worth))."
+        f"{line['speedup_at_union']['10']:.2f} ([all settings](docs/vllm.md#what-it-is-worth)). "
+        f"Over two of these GPUs with expert parallelism a step takes {over[8]['off_tpot_ms']:.1f} ms without the "
+        f"plugin, {over[8]['tpot_ms']:.1f} at 8 experts on each and {over[5]['tpot_ms']:.1f} at 5 "
+        "([ranks](docs/vllm.md#expert-parallelism))."
     )
 
 
@@ -332,7 +338,7 @@ def blocks(
         ("docs/vllm.md", "twins-table"): twins_table([r for r in decode if not several_devices(r)]),
         ("docs/vllm.md", "ranks-table"): ranks_table(decode),
         ("docs/vllm.md", "checks-table"): checks_table(checks),
-        ("README.md", "speed"): speed_line(one_gpu(decode)),
+        ("README.md", "speed"): speed_line(decode),
         **{(SPREAD, place): text for place, text in spread_tables.blocks(spread).items()},
         **{(LARGE, place): text for place, text in spread_tables.blocks(large).items()},
         (SPREAD, "trainings-table"): spread_tables.trainings_table(trainings),
