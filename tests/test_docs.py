@@ -80,9 +80,14 @@ def test_rows_of_two_gpus_change_the_tables_of_one() -> None:
     before, after = (script["blocks"](quality, analysis, routing, rows, checks) for rows in (one, [*one, *two]))
     assert {key for key in before if before[key] != after[key]} == {place}
     assert "No rows yet" in before[place]
+    assert "No rows yet" in before["README.md", "ranks"]
     line = next(line for line in after[place].splitlines() if "qwen3-30b" in line and "M = 10 |" in line)
     for cell in ("EP = 2", "7.9", "77.77", "2.1", "2.00 (155.54 ms)", "yes"):
         assert f"| {cell} |" in line
+    each = [{**row, **own, "policy": "base_ep:budget=8", "tpot_ms": 7.75, "off_tpot_ms": 9.25} for row in one]
+    changed = script["blocks"](quality, analysis, routing, [*one, *each], checks)
+    assert "2 of these GPUs with expert parallelism: 9.2 ms without the plugin, " in changed["README.md", "ranks"]
+    assert " and 7.8 at 10 experts on each ([ranks]" in changed["README.md", "ranks"]
 
 
 def test_tables_say_what_the_rows_say() -> None:
