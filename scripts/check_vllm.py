@@ -32,7 +32,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
-from tests.integrations.vllm.checkpoints import DEMO, QWEN3, RANK, WIDE, write_wide, write_with_stats
+from tests.integrations.vllm.checkpoints import BALANCE, DEMO, QWEN3, RANK, WIDE, write_wide, write_with_stats
 
 from moebudget import provenance
 
@@ -83,13 +83,6 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {"wide": WIDE, "demo": DEMO, "qwen3": Q
 FLOAT32 = {"dtype": "float32"}
 TP = {"tensor_parallel_size": 2}
 EP = {**TP, "enable_expert_parallel": True}
-BALANCED = {
-    **EP, "enable_eplb": True,
-    "eplb_config": {
-        "num_redundant_experts": 2, "use_async": False, "communicator": "torch_gloo", "step_interval": 20,
-        "window_size": 10,
-    },
-}  # fmt: skip
 CASES = {
     "bf16": Case(),
     # One scale for all rows of a step, padding included; the same without padding; and a scale for every row.
@@ -106,8 +99,8 @@ CASES = {
     "ep2": Case(EP, gpus=2),
     "ep2_rank": Case(EP, "base_ep:budget={all}", 3, "rank", debug=True, gpus=2),
     "ep2_level": Case(EP, "base:budget={all},level=yes", BUDGET, "level", debug=True, gpus=2),
+    "ep2_copies": Case({**EP, **BALANCE, **FLOAT32}, debug=True, gpus=2),
 }
-CASES["ep2_copies"] = Case({**BALANCED, **FLOAT32}, debug=True, gpus=2)
 for checkpoint, budget in (("wide", BUDGET), ("demo", 12), ("qwen3", 16)):
     for kind, more in (("", {}), ("tp2_", TP), ("ep2_", EP)):
         name = f"{'' if checkpoint == 'wide' else f'{checkpoint}_'}{kind}float32"
@@ -369,7 +362,7 @@ def on_one(case: Case, capped: dict[str, Any], single: Future[dict[str, Any]] | 
 
 def one_gpu(case: Case) -> str:
     """The case of one GPU with the same checkpoint and numbers."""
-    engine = {key: value for key, value in case.engine.items() if key not in BALANCED}
+    engine = {key: value for key, value in case.engine.items() if key not in {**EP, **BALANCE}}
     alone = (other for other in CASES.items() if other[1].gpus == 1 and other[1].checkpoint == case.checkpoint)
     return next(name for name, other in alone if other.engine == engine)
 
@@ -410,7 +403,7 @@ def check(
     """Run the cases, print a line and write a row for each. Returns how many are wrong."""
     wrong = 0
     with ThreadPoolExecutor(workers) as pool:
-        started = {}
+        started: dict[tuple[str, str], dict[str, Future[dict[str, Any]]]] = defaultdict(dict)
         for number, (mode, name) in enumerate((mode, name) for mode in modes for name in names):
             case = CASES[name]
             env = {"CUDA_VISIBLE_DEVICES": str(number % gpus)} if gpus and case.gpus == 1 else {}
@@ -418,15 +411,12 @@ def check(
             for which, job in plan(case, mode, folder, gpus > 0).items():
                 off = {"MOEBUDGET_DISABLE": "1"} if which != "capped" else {}
                 label = f"{name}-{mode}-{which}"
-                started[name, mode, which] = pool.submit(start, label, job, folder, {**env, **off}, limit)
+                started[name, mode][which] = pool.submit(start, label, job, folder, {**env, **off}, limit)
         stamp = provenance.stamp("cuda" if gpus else "cpu")
         for mode, name in ((mode, name) for mode in modes for name in names):
-            answers = {
-                which: job.result() for (of, its, which), job in started.items() if (of, its) == (name, mode)
-            }  # fmt: skip
-            case = CASES[name]
+            case, answers = CASES[name], {which: job.result() for which, job in started[name, mode].items()}
             found = judge(case, mode, answers, gpus > 0)
-            single = started.get((one_gpu(case), mode, "plain"))
+            single = started.get((one_gpu(case), mode), {}).get("plain")
             seen = facts(case, answers) | on_one(case, answers["capped"], single)
             wrong += bool(found)
             shown = {k: round(v, 2) if isinstance(v, float) else v for k, v in seen.items()}

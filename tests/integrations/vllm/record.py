@@ -1,8 +1,8 @@
 """An extension of vLLM's workers that records what every row of every layer runs, eager or in CUDA graphs.
 
 What a row is, is found here anew from vLLM's own positions; nothing asks moebudget. Copies are those that EPLB made of
-experts, if it did, numbered as vLLM's kernels see them. Ids are copied on the device into
-buffers of fixed addresses, so a captured graph fills them at every replay; they are read after each step.
+experts, if it did, numbered as vLLM's kernels see them. Ids are copied on the device into buffers of fixed addresses,
+so a captured graph fills them at every replay; they are read after each step.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.vllm.checkpoints import EXPERTS, LAYERS, TOP_K
+from tests.integrations.vllm.checkpoints import BALANCE, EXPERTS, LAYERS, TOP_K
 from tests.integrations.vllm.conftest import Drive
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -80,6 +80,27 @@ def most_fetched(phase: dict[str, Any], requests: list[dict[str, Any]], layer: i
     steps = decoded(phase, requests)
     unions = [len(set().union(*(ids for _, ids in rows))) for (_, la), rows in steps.items() if layer in (None, la)]
     return max(unions)
+
+
+def unions(phase: dict[str, Any]) -> list[set[int]]:
+    """The experts of the decode rows of every step and layer."""
+    return [set().union(*(ids for _, ids in rows)) for rows in decoded(phase, REQUESTS).values()]
+
+
+def loads_of(unions: list[set[int]], count: int) -> list[list[int]]:
+    """How many of each union lie on each of two ranks, which hold neighbours of `count` in equal blocks."""
+    return [[sum(one // (count // 2) == rank for one in union) for rank in range(2)] for union in unions]
+
+
+def check_counted(phase: dict[str, Any], loads: list[list[int]]) -> None:
+    """Both ranks have counted these loads, and have compared their choices."""
+    for before, after in zip(phase["before"], phase["states"], strict=True):
+        then, now = before["expert_parallel"], after["expert_parallel"]
+        assert now["ranks"] == 2
+        counted = [b - a for a, b in zip(then["fetched"], now["fetched"], strict=True)]
+        assert counted == [sum(column) for column in zip(*loads, strict=True)]
+        assert now["fetched_most"] - then["fetched_most"] == sum(map(max, loads))
+        assert after["debug"]["different"] == 0
 
 
 @over_models
@@ -225,19 +246,9 @@ def test_rank_fetches_more_than_its_share_or_is_charged_for_others(checkpoints: 
     assert "error" not in answer, answer
     everything, three = answer["phases"]
     assert everything["own"] == [row[-1] for row in everything["rows"]]
-    loads = []
-    for rows in decoded(three, REQUESTS).values():
-        union = set().union(*(ids for _, ids in rows))
-        loads.append([sum(expert // (EXPERTS // 2) == rank for expert in union) for rank in range(2)])
+    loads = loads_of(unions(three), EXPERTS)
     assert [max(column) for column in zip(*loads, strict=True)] == [3, 3]
-    for before, after in zip(three["before"], three["states"], strict=True):
-        then, now = before["expert_parallel"], after["expert_parallel"]
-        assert now["ranks"] == 2
-        assert [b - a for a, b in zip(then["fetched"], now["fetched"], strict=True)] == list(
-            map(sum, zip(*loads, strict=True))
-        )
-        assert now["fetched_most"] - then["fetched_most"] == sum(map(max, loads))
-        assert after["debug"]["different"] == 0
+    check_counted(three, loads)
 
 
 def test_rank_with_nothing_to_run_stops_the_engine_or_spoils_what_follows(checkpoints: Path, drive: Drive) -> None:
@@ -249,24 +260,16 @@ def test_rank_with_nothing_to_run_stops_the_engine_or_spoils_what_follows(checkp
     [answer] = drive([job(checkpoints / "qwen3", config, plan, **engine)], env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
     assert "error" not in answer, answer
     everything, one, again = answer["phases"]
-    unions = [set().union(*(ids for _, ids in rows)) for rows in decoded(one, REQUESTS).values()]
-    assert {len(union) for union in unions} == {1}
+    assert {len(union) for union in unions(one)} == {1}
     assert again["tokens"] == everything["tokens"]
-    first = sum(min(union) < EXPERTS // 2 for union in unions)
-    assert 0 < first < len(unions)
-    for before, after in zip(one["before"], one["states"], strict=True):
-        then, now = before["expert_parallel"], after["expert_parallel"]
-        counted = [b - a for a, b in zip(then["fetched"], now["fetched"], strict=True)]
-        assert counted == [first, len(unions) - first]
-        assert now["fetched_most"] - then["fetched_most"] == len(unions)
-        assert after["debug"]["different"] == 0
+    loads = loads_of(unions(one), EXPERTS)
+    assert {tuple(load) for load in loads} == {(0, 1), (1, 0)}
+    check_counted(one, loads)
 
 
 def test_copies_of_experts_are_not_counted_or_choose_for_themselves(checkpoints: Path, drive: Drive) -> None:
     """Expert load balancing: 16 experts in 18 copies on two ranks, which vLLM deals out anew every few steps."""
-    balance = {"num_redundant_experts": 2, "use_async": False, "communicator": "torch_gloo", "step_interval": 20,
-               "window_size": 10}  # fmt: skip
-    engine = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True, "eplb_config": balance}
+    engine = {"tensor_parallel_size": 2, "enable_expert_parallel": True, **BALANCE}
     config = {"policy": "base:budget=16", "stats": str(checkpoints / "stats.safetensors"), "debug": True}
     requests, env = {"requests": REQUESTS}, {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     plan = [requests, {"set": {"budget": 3}, **requests}]
@@ -281,20 +284,12 @@ def test_copies_of_experts_are_not_counted_or_choose_for_themselves(checkpoints:
         {c % EXPERTS for c in copies} != set(row[-1])
         for row, copies in zip(three["rows"], three["copies"], strict=True)
     )
-    unions: dict[tuple[int, int], tuple[set[int], set[int]]] = defaultdict(lambda: (set(), set()))
-    for (step, layer, request, position, run), copies in zip(three["rows"], three["copies"], strict=True):
-        if position >= len(PROMPTS[request]):
-            unions[step, layer][0].update(run)
-            unions[step, layer][1].update(copies)
-    assert max(len(experts) for experts, _ in unions.values()) == 3
-    assert max(len(copies) for _, copies in unions.values()) > 3
-    loads = [[sum(copy // 9 == rank for copy in copies) for rank in range(2)] for _, copies in unions.values()]
-    for before, after in zip(three["before"], three["states"], strict=True):
-        then, now = before["expert_parallel"], after["expert_parallel"]
-        counted = [b - a for a, b in zip(then["fetched"], now["fetched"], strict=True)]
-        assert counted == [sum(column) for column in zip(*loads, strict=True)]
-        assert now["fetched_most"] - then["fetched_most"] == sum(map(max, loads))
-        assert (after["debug"]["different"], after["experts"]) == (0, EXPERTS)
+    copies = [(*row[:4], ids) for row, ids in zip(three["rows"], three["copies"], strict=True)]
+    ran = unions({"rows": copies})
+    assert max(map(len, unions(three))) == 3
+    assert max(map(len, ran)) > 3
+    check_counted(three, loads_of(ran, EXPERTS + 2))
+    assert [state["experts"] for state in three["states"]] == [EXPERTS, EXPERTS]
 
 
 def test_wrong_setting_reaches_serving(checkpoints: Path, drive: Drive) -> None:

@@ -58,7 +58,8 @@ def check_layout(config: Any, *, batch_invariant: bool, by_device: bool = False)
         ),
         "enable_eplb under a policy that looks at the devices of experts": (
             parallel.enable_eplb and by_device,
-            "experts have copies on several of them and move while it serves; base, spread and price do without",
+            "experts have copies on several of them and move while it serves; base, spread and price do not look at "
+            "them, unless level=yes",
         ),
         "enable_elastic_ep": (parallel.enable_elastic_ep, "layers are replaced while serving"),
         f"expert_placement_strategy={parallel.expert_placement_strategy!r}": (

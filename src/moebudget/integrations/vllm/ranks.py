@@ -97,17 +97,17 @@ class Copies:
     """
 
     def __init__(self, router: Any, device: torch.device) -> None:
-        self.router = router
+        from vllm.model_executor.layers.fused_moe.router import base_router
+
+        self.router, self.module = router, base_router
         with torch.inference_mode(False):
             self.load = torch.zeros(int(router.global_num_experts), dtype=torch.int32, device=device)
             self.record = torch.zeros((), dtype=torch.bool, device=device)
 
     def __call__(self, ids: Tensor) -> Tensor:
         """ids [T, K] of experts -> ids [T, K] of copies, vLLM's physical experts."""
-        from vllm.model_executor.layers.fused_moe.router import base_router
-
         state = self.router.eplb_state
-        return base_router.eplb_map_to_physical_and_record(  # type: ignore[no-any-return]
+        return self.module.eplb_map_to_physical_and_record(  # type: ignore[no-any-return]
             topk_ids=ids,
             expert_load_view=self.load,
             logical_to_physical_map=state.logical_to_physical_map,
