@@ -11,13 +11,13 @@ BIN     := $(VENV)/bin
 PINS    := pyproject.toml constraints.txt
 PIP     := -m pip install --quiet --disable-pip-version-check
 
-# One thread a worker: the workers already fill the cores.
+# One thread per worker: the workers already fill the cores.
 PYTEST   = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) $(ARGS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test check fix docs test-oldest test-lm-eval test-vllm vllm-contract clean
+.PHONY: help demo test check fix docs tables test-oldest test-lm-eval test-vllm vllm-contract clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -45,17 +45,20 @@ fix: $(VENV)/.dev ## repair what ruff can repair
 docs: $(VENV)/.docs ## build the site into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-test-oldest: $(OLDEST)/.dev ## run the tests against the oldest supported transformers, in a venv of its own
+tables: $(VENV)/.dev ## write the tables and plots of README and docs from the rows in benchmarks/results
+	$(BIN)/python -m experiments.tables.update_tables
+
+test-oldest: $(OLDEST)/.dev ## run the tests against the oldest supported transformers, in a separate venv
 	$(call PYTEST,$(OLDEST))
 
-test-lm-eval: $(LM_EVAL)/.dev ## run the tests of the lm-evaluation-harness integration, in a venv of its own; 2 minutes
-	OMP_NUM_THREADS=1 $(LM_EVAL)/bin/python -m pytest tests/integrations/lm_eval $(ARGS)
+test-lm-eval: $(LM_EVAL)/.dev ## run the tests of the lm-evaluation-harness integration, in a separate venv; 2 minutes
+	OMP_NUM_THREADS=1 $(LM_EVAL)/bin/python -m pytest tests/evaluate/lm_eval $(ARGS)
 
-test-vllm: $(VLLM)/.dev ## run the tests of the vLLM plugin in vLLM's CPU build (Linux), in a venv of its own; 6 minutes
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/integrations/vllm $(ARGS)
+test-vllm: $(VLLM)/.dev ## run the tests of the vLLM plugin in vLLM's CPU build (Linux), in a separate venv; 6 minutes
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/engines/vllm $(ARGS)
 
 vllm-contract: $(VENV)/.dev ## check vLLM's names that the plugin relies on in released wheels: ARGS='0.26.0 0.33.0'
-	$(BIN)/python scripts/vllm_contract.py $(ARGS)
+	$(BIN)/python -m experiments.checks.vllm_contract $(ARGS)
 
 clean: ## remove caches and build products; the venvs stay
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache

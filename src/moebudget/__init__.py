@@ -1,4 +1,4 @@
-"""moebudget: fewer distinct experts a Mixture-of-Experts decode batch, chosen so that the output changes least.
+"""moebudget: limit how many distinct experts a Mixture-of-Experts decode batch fetches, at the least quality loss.
 
 import moebudget
 
@@ -15,26 +15,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moebudget import presets as presets
-    from moebudget.integrations.transformers import attach as attach
-    from moebudget.policy import Policy as Policy
-    from moebudget.presets import parse as parse
-    from moebudget.router import RouterSpec as RouterSpec
-    from moebudget.stats import Stats as Stats
-    from moebudget.stats import load_stats as load_stats
-    from moebudget.types import RouterBatch as RouterBatch
+    from moebudget.core.policy import Policy as Policy
+    from moebudget.core.router import RouterSpec as RouterSpec
+    from moebudget.core.stats import Stats as Stats
+    from moebudget.core.stats import load_stats as load_stats
+    from moebudget.core.types import RouterBatch as RouterBatch
+    from moebudget.engines.transformers.attach import attach as attach
+    from moebudget.methods.registry import parse as parse
+    from moebudget.methods.registry import register as register
 
 _WHERE = {
-    "attach": "moebudget.integrations.transformers:attach",
-    "load_stats": "moebudget.stats:load_stats",
-    "parse": "moebudget.presets:parse",
-    "Policy": "moebudget.policy:Policy",
+    "attach": "moebudget.engines.transformers.attach:attach",
+    "load_stats": "moebudget.core.stats:load_stats",
+    "parse": "moebudget.methods.registry:parse",
+    "Policy": "moebudget.core.policy:Policy",
     "presets": "moebudget.presets:",
-    "RouterBatch": "moebudget.types:RouterBatch",
-    "RouterSpec": "moebudget.router:RouterSpec",
-    "Stats": "moebudget.stats:Stats",
+    "register": "moebudget.methods.registry:register",
+    "RouterBatch": "moebudget.core.types:RouterBatch",
+    "RouterSpec": "moebudget.core.router:RouterSpec",
+    "Stats": "moebudget.core.stats:Stats",
 }
 
-__all__ = ["Policy", "RouterBatch", "RouterSpec", "Stats", "attach", "load_stats", "parse", "presets"]
+__all__ = [
+    "Policy", "RouterBatch", "RouterSpec", "Stats", "attach", "load_stats", "parse", "presets", "register",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

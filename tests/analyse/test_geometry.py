@@ -13,15 +13,15 @@ from moebudget.analyse import geometry
 from moebudget.analyse.geometry import error_ratio
 from tests.calibrate import reference
 from tests.calibrate.fitted import built
-from tests.integrations import tiny
+from tests.engines.transformers import tiny
 
 WINDOWS, BATCH, BUDGET = tiny.prompts(6, 8, seed=4), 3, 4
 SETTING = {"batch": BATCH, "budget": BUDGET}
 
 
 def vectors(name: str) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Per layer ids, weights [B, S, K] and unweighted outputs [B, S, K, d] of the unchanged model."""
-    model, ids, found = built(name), WINDOWS[:, :-1], []
+    """Per layer ids, weights [B, S, K] and unweighted outputs [B, S, K, d] of native routing."""
+    model, ids, layers = built(name), WINDOWS[:, :-1], []
     for module, layer in zip(tiny.experts_modules(model), reference.layers_of(model, ids), strict=True):
         experts = types.SimpleNamespace(**{key: p.detach().double() for key, p in module.named_parameters()})
         z = layer.hidden.flatten(0, 1)
@@ -30,13 +30,13 @@ def vectors(name: str) -> list[tuple[Tensor, Tensor, Tensor]]:
             for x, r in zip(z, layer.ids.flatten(0, 1).tolist(), strict=True)
         ]
         out = torch.stack([torch.stack(r) for r in rows]).view(*layer.ids.shape, -1)
-        found.append((layer.ids, layer.weights, out))
-    return found
+        layers.append((layer.ids, layer.weights, out))
+    return layers
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
-def test_study_differs_from_loops(name: str) -> None:
-    found = geometry(built(name), WINDOWS, **SETTING)
+def test_study_equals_loops(name: str) -> None:
+    result = geometry(built(name), WINDOWS, **SETTING)
     cosine, weight, rho, size = 0.0, 0.0, dict[int, list[float]](), dict[int, list[float]]()
     for ids, weights, out in vectors(name):
         for group, s in itertools.product(range(2), range(ids.shape[1])):
@@ -55,14 +55,14 @@ def test_study_differs_from_loops(name: str) -> None:
                     energy = float(a[lost].square().sum())
                     rho.setdefault(len(lost), []).append(float(a[lost].sum(0).square().sum()) / energy)
                     size.setdefault(len(lost), []).append(float(a[lost].norm(dim=-1).sum() ** 2) / energy)
-    assert found.cosine_abs == pytest.approx(cosine / weight, rel=1e-4)
-    assert {k: n for k, n, _, _ in found.omitted} == {k: len(v) for k, v in rho.items()}
-    for k, _, mean_rho, mean_size in found.omitted:
+    assert result.cosine_abs == pytest.approx(cosine / weight, rel=1e-4)
+    assert {k: n for k, n, _, _ in result.omitted} == {k: len(v) for k, v in rho.items()}
+    for k, _, mean_rho, mean_size in result.omitted:
         assert mean_rho == pytest.approx(sum(rho[k]) / len(rho[k]), rel=1e-4)
         assert mean_size == pytest.approx(sum(size[k]) / len(size[k]), rel=1e-4)
-    assert found.identity_error < 1e-9
-    assert sum(found.cosine_histogram) == pytest.approx(1)
-    assert found.tokens == 6 * 7
+    assert result.identity_error < 1e-9
+    assert sum(result.cosine_histogram) == pytest.approx(1)
+    assert result.tokens == 6 * 7
 
 
 def exact_error(ids: Tensor, a: Tensor, active: set[int]) -> float:
@@ -74,7 +74,7 @@ def exact_error(ids: Tensor, a: Tensor, active: set[int]) -> float:
     return total
 
 
-def test_sets_are_not_those_of_greedy_addition_and_of_the_largest_energies() -> None:
+def test_sets_are_those_of_the_largest_energies_and_of_greedy_addition() -> None:
     g = torch.Generator().manual_seed(0)
     experts, rows, k, steps = 9, 5, 3, 20
     ids = torch.stack(
@@ -82,8 +82,8 @@ def test_sets_are_not_those_of_greedy_addition_and_of_the_largest_energies() -> 
     )
     # Two common directions, so that the cross terms matter.
     a = (torch.randn(steps, rows, k, 4, generator=g) + 2 * torch.tensor([1.0, 1, 0, 0])).double()
-    found = error_ratio(ids, a @ a.mT, experts, BUDGET)
-    assert len({round(float(x), 6) for x in found}) > 5
+    ratios = error_ratio(ids, a @ a.mT, experts, BUDGET)
+    assert len({round(float(x), 6) for x in ratios}) > 5
     for s in range(steps):
         energy = [0.0] * experts
         for chosen, out in zip(ids[s].tolist(), a[s], strict=True):
@@ -94,22 +94,22 @@ def test_sets_are_not_those_of_greedy_addition_and_of_the_largest_energies() -> 
         for _ in range(BUDGET):
             greedy.add(min(set(range(experts)) - greedy, key=lambda u: (exact_error(ids[s], a[s], greedy | {u}), u)))
         wanted = exact_error(ids[s], a[s], additive) / exact_error(ids[s], a[s], greedy)
-        assert float(found[s]) == pytest.approx(wanted, rel=1e-9)
+        assert float(ratios[s]) == pytest.approx(wanted, rel=1e-9)
 
 
-def test_budget_of_all_experts_divides_nothing_by_nothing() -> None:
+def test_ratio_is_one_if_nothing_is_left_out() -> None:
     ids = torch.tensor([[[0, 1], [1, 2]]])
     a = torch.randn(1, 2, 2, 3).double()
     assert error_ratio(ids, a @ a.mT, 3, 3).tolist() == [1.0]
 
 
-def test_fit_misses_the_cosine_of_experts_with_one_common_direction() -> None:
+def test_fit_finds_the_cosine_of_experts_with_a_common_direction() -> None:
     """Outputs with the same cosine everywhere: cbar is that cosine and the fit is exact."""
     model = tiny.build(tiny.available("qwen3_moe"), hidden_size=64)
     g = torch.Generator().manual_seed(0)
-    own = torch.linalg.qr(torch.randn(64, 64, generator=g)).Q
+    basis = torch.linalg.qr(torch.randn(64, 64, generator=g)).Q
     cosine = 0.3
-    direction = cosine**0.5 * own[-1] + (1 - cosine) ** 0.5 * own[: tiny.EXPERTS]
+    direction = cosine**0.5 * basis[-1] + (1 - cosine) ** 0.5 * basis[: tiny.EXPERTS]
 
     def planted(hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         length = hidden[:, :1].abs() + 1
@@ -118,13 +118,13 @@ def test_fit_misses_the_cosine_of_experts_with_one_common_direction() -> None:
     kind = type(tiny.experts_modules(model)[0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kind, "forward", lambda _self, hidden, ids, weights: planted(hidden, ids, weights))
-        found = geometry(model, tiny.prompts(40, 30, seed=1), batch=4, budget=4)
-    assert found.cosine_abs == pytest.approx(cosine, abs=1e-4)
-    assert found.cbar == pytest.approx(cosine, abs=1e-4)
-    assert found.fit_error < 1e-4
+        result = geometry(model, tiny.prompts(40, 30, seed=1), batch=4, budget=4)
+    assert result.cosine_abs == pytest.approx(cosine, abs=1e-4)
+    assert result.cbar == pytest.approx(cosine, abs=1e-4)
+    assert result.fit_error < 1e-4
 
 
 @pytest.mark.parametrize(("settings", "says"), [({"batch": 7}, "6 windows are fewer"), ({"budget": 0}, "budget=0")])
-def test_impossible_setting_is_run(settings: dict[str, int], says: str) -> None:
+def test_impossible_setting_is_refused(settings: dict[str, int], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         geometry(built("qwen3_moe"), WINDOWS, **{**SETTING, **settings})

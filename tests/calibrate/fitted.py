@@ -1,4 +1,4 @@
-"""Tiny models and their statistics, made once a test process."""
+"""Tiny models and their statistics, made once per test process."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import functools
 from typing import Any
 
 from moebudget.calibrate import Corpus, calibrate
-from moebudget.stats import Stats
+from moebudget.core.stats import Stats
 from tests.calibrate import reference
-from tests.integrations import tiny
+from tests.engines.transformers import tiny
 
 CASES = ("qwen3_moe", "qwen2_moe", "deepseek_v3")
 BUDGET, BATCH, ROWS = 3, 2, 3
@@ -17,7 +17,7 @@ ALPHAS = (1e-3, 1e-1, 10.0)
 
 @functools.cache
 def built(name: str) -> Any:
-    """A model whose experts are loud enough for its most likely token to change when some are left out."""
+    """A model with outputs so large that leaving out experts changes its most likely token."""
     model = tiny.build(tiny.available(name))
     for experts in tiny.experts_modules(model):
         experts.down_proj.data *= 4

@@ -1,4 +1,4 @@
-"""What calibration and evaluation measure, from recorded expert calls, in float64 and plain loops."""
+"""Reference for calibration and evaluation: recorded expert calls, float64 and plain loops."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from moebudget.calibrate import Corpus, Packed
-from tests.integrations import tiny
+from tests.engines.transformers import tiny
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The routes of one layer, as the unchanged model takes them."""
+    """The native routes of one layer."""
 
     hidden: Tensor  # [B, S, d]
     ids: Tensor  # [B, S, K]
@@ -30,7 +30,7 @@ class Layer:
 
 @torch.no_grad()
 def layers_of(model: nn.Module, ids: Tensor, mask: Tensor | None = None) -> list[Layer]:
-    """Run the unchanged model over ids [B, S] and work out every route's energy by itself."""
+    """Run native routing over ids [B, S] and compute the energy of every route separately."""
     with tiny.recorded(model) as calls:
         model(input_ids=ids, attention_mask=None if mask is None else mask.long(), use_cache=False)
     layers = []
@@ -86,7 +86,7 @@ def retained(true: dict[int, float], chosen: Sequence[int]) -> float:
 
 
 def make_part(rows: int, length: int, padding: int, seed: int, poison: int = 0) -> Packed:
-    """Random text whose last row ends in padding tokens; `poison` chooses what the padding holds."""
+    """Random text whose last row ends in padding; `poison` selects the tokens in the padding."""
     ids = tiny.prompts(rows, length, seed)
     mask = torch.ones_like(ids, dtype=torch.bool)
     if padding:

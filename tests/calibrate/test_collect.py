@@ -28,21 +28,21 @@ class Routes:
 
     def samples(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
         """x [n, d], energy [n], w [n] of one expert, float64, token by token."""
-        found = []
+        samples = []
         for z, ids, weights, outputs in zip(
             self.hidden.double(), self.ids.tolist(), self.weights.double(), self.outputs.double(), strict=True
         ):
             for k, u in enumerate(ids):
                 if u == expert:
-                    found.append((z / z.norm() if z.any() else z, outputs[k] @ outputs[k], weights[k]))
-        x = torch.stack([f[0] for f in found]) if found else torch.zeros(0, self.hidden.shape[1]).double()
-        return x, *(torch.tensor([float(f[i]) for f in found], dtype=torch.float64) for i in (1, 2))
+                    samples.append((z / z.norm() if z.any() else z, outputs[k] @ outputs[k], weights[k]))
+        x = torch.stack([s[0] for s in samples]) if samples else torch.zeros(0, self.hidden.shape[1]).double()
+        return x, *(torch.tensor([float(s[i]) for s in samples], dtype=torch.float64) for i in (1, 2))
 
 
 def make_routes(tokens: int = 300, seed: int = 0, common: float = 0.0, **only: int) -> Routes:
-    """Random routes to two experts a token; `common` moves all hidden states the same way, in norms of their own.
+    """Random routes to two experts per token; `common` shifts all hidden states the same way, in units of their norms.
 
-    Expert i gets `expert{i}` tokens at most, if given.
+    `expert{i}` is the maximum number of tokens of expert i.
     """
     g = torch.Generator().manual_seed(seed)
     hidden = torch.randn(tokens, HIDDEN, generator=g) * torch.rand(tokens, 1, generator=g) * 30
@@ -84,12 +84,12 @@ def pooled_ridge(routes: Routes, alpha: float) -> tuple[Tensor, float]:
     return direct_ridge(torch.cat([s[0] for s in samples]), torch.cat([s[1] for s in samples]).log(), alpha)
 
 
-def assert_near(found: Tensor | float, wanted: Tensor | float, tolerance: float = 1e-6) -> None:
-    torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(wanted), rtol=tolerance, atol=tolerance)
+def assert_near(actual: Tensor | float, wanted: Tensor | float, tolerance: float = 1e-6) -> None:
+    torch.testing.assert_close(torch.as_tensor(actual), torch.as_tensor(wanted), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("batches", [1, 3, 7])
-def test_streamed_sums_are_the_sums_over_single_tokens(batches: int) -> None:
+def test_streamed_sums_equal_sums_over_single_tokens(batches: int) -> None:
     routes = make_routes(expert3=2)
     size = math.ceil(len(routes.ids) / batches)
     sums = sums_of(*(routes.part(slice(i, i + size)) for i in range(0, len(routes.ids), size)))
@@ -109,7 +109,7 @@ def test_streamed_sums_are_the_sums_over_single_tokens(batches: int) -> None:
     assert sums.n[3] == 2
 
 
-def test_an_expert_first_seen_in_a_later_batch_is_summed_like_the_others() -> None:
+def test_expert_first_routed_to_in_a_later_batch_is_summed_correctly() -> None:
     routes = make_routes()
     early = (routes.ids != 4).all(-1)
     first, later = (
@@ -131,13 +131,13 @@ def test_ridge_penalises_slopes_but_not_the_intercept(alpha: float) -> None:
         assert_near(float(biases[1, u]), bias)
 
 
-def test_a_large_common_direction_of_the_hidden_states_does_not_swamp_the_slopes() -> None:
-    """Hidden states after a norm share most of their direction; what differs is all that a slope can read."""
+def test_large_common_direction_does_not_change_slopes() -> None:
+    """Hidden states after a norm share most of their direction; slopes only use the differences."""
     routes = make_routes(common=300.0)
     slopes, biases = solve_ridge(sums_of(routes), [1e-2])
     for u in range(EXPERTS):
         _, e, _ = routes.samples(u)
-        x = unit(routes.hidden)[(routes.ids == u).any(-1)].double()  # the float32 numbers that the sums are made of
+        x = unit(routes.hidden)[(routes.ids == u).any(-1)].double()  # the float32 numbers that are summed
         slope, bias = direct_ridge(x, e.log(), 1e-2)
         scale = float(slope.abs().max())
         assert_near(slopes[0, u] / scale, slope / scale, 1e-3)
@@ -146,7 +146,7 @@ def test_a_large_common_direction_of_the_hidden_states_does_not_swamp_the_slopes
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("tokens", [2, HIDDEN - 1])
-def test_an_expert_with_few_tokens_is_shrunk_towards_the_pooled_regression(alpha: float, tokens: int) -> None:
+def test_expert_with_few_tokens_is_shrunk_towards_the_pooled_regression(alpha: float, tokens: int) -> None:
     routes = make_routes(expert3=tokens)
     x, e, _ = routes.samples(3)
     y = e.log()
@@ -162,7 +162,7 @@ def test_an_expert_with_few_tokens_is_shrunk_towards_the_pooled_regression(alpha
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_an_expert_without_tokens_is_the_pooled_regression(alpha: float) -> None:
+def test_expert_without_tokens_gets_the_pooled_regression(alpha: float) -> None:
     routes = make_routes(expert3=1, expert4=40)
     moved = routes.ids.clone()
     moved[moved == 3] = 4  # nothing is left for expert 3
@@ -175,7 +175,7 @@ def test_an_expert_without_tokens_is_the_pooled_regression(alpha: float) -> None
 
 @pytest.mark.parametrize("copies", [1, 3, 500])
 @pytest.mark.parametrize("hidden", [8, 64])
-def test_one_token_or_equal_tokens_leave_the_regression_solvable(copies: int, hidden: int) -> None:
+def test_regression_is_solvable_for_one_token_or_equal_tokens(copies: int, hidden: int) -> None:
     """The centred Gram matrix of such an expert is 0; rounding must not make it indefinite."""
     g = torch.Generator().manual_seed(0)
     sums = LayerSums(2, hidden, "cpu")
@@ -199,12 +199,12 @@ def test_one_token_or_equal_tokens_leave_the_regression_solvable(copies: int, hi
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 8 * HIDDEN * HIDDEN * 5 * 2, 2**30])
-def test_the_solution_does_not_depend_on_how_many_experts_are_solved_at_once(chunk_bytes: int) -> None:
+def test_solution_does_not_depend_on_chunk_size(chunk_bytes: int) -> None:
     sums = sums_of(make_routes(expert3=2))
-    one, many = solve_ridge(sums, [1e-3, 1e-1, 1.0], chunk_bytes), solve_ridge(sums, [1e-3, 1e-1, 1.0])
-    assert one[0].shape == (3, EXPERTS, HIDDEN)
-    assert_near(one[0], many[0], 1e-10)
-    assert_near(one[1], many[1], 1e-10)
+    chunked, whole = solve_ridge(sums, [1e-3, 1e-1, 1.0], chunk_bytes), solve_ridge(sums, [1e-3, 1e-1, 1.0])
+    assert chunked[0].shape == (3, EXPERTS, HIDDEN)
+    assert_near(chunked[0], whole[0], 1e-10)
+    assert_near(chunked[1], whole[1], 1e-10)
 
 
 def test_zero_hidden_states_and_zero_outputs_stay_finite() -> None:
@@ -218,13 +218,13 @@ def test_zero_hidden_states_and_zero_outputs_stay_finite() -> None:
     assert unit(torch.zeros(2, 3)).eq(0).all()
 
 
-def test_a_layer_without_any_token_predicts_finite_numbers() -> None:
+def test_layer_without_tokens_gets_zero_slopes_and_biases() -> None:
     slopes, biases = solve_ridge(LayerSums(EXPERTS, HIDDEN, "cpu"), ALPHAS)
     assert slopes.eq(0).all()
     assert biases.eq(0).all()
 
 
-def test_energies_that_are_log_linear_are_predicted() -> None:
+def test_log_linear_energies_are_predicted() -> None:
     """BASE's model of the energies, planted: log |E_u(z)|^2 = a_u . z/|z| + b_u + noise."""
     g = torch.Generator().manual_seed(1)
     slope, bias = 2 * torch.randn(EXPERTS, HIDDEN, generator=g), torch.randn(EXPERTS, generator=g)
@@ -247,7 +247,7 @@ def test_energies_that_are_log_linear_are_predicted() -> None:
     assert_near(a.float(), slope, 0.1)
 
 
-def test_the_announced_memory_is_what_the_sums_take() -> None:
+def test_size_in_bytes_equals_memory_of_the_sums() -> None:
     sums = LayerSums(EXPERTS, HIDDEN, "cpu")
     tensors = [t for t in vars(sums).values() if isinstance(t, Tensor)]
     assert LayerSums.size_in_bytes(EXPERTS, HIDDEN) == sum(t.numel() * t.element_size() for t in tensors)

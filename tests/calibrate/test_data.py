@@ -19,7 +19,7 @@ END = 0
 
 
 class Letters:
-    """One token a character: a = 1 ... z = 26, anything else 27; 0 ends a document."""
+    """One token per character: a = 1 ... z = 26, anything else 27; 0 ends a document."""
 
     eos_token_id = END
 
@@ -70,7 +70,7 @@ def test_every_format_gives_the_same_documents(any_format: Path) -> None:
     assert [text.strip("\n") for text in read_texts(str(any_format))] == DOCUMENTS
 
 
-def test_a_folder_is_read_in_name_order_and_hidden_files_are_not_text(tmp_path: Path) -> None:
+def test_folder_is_read_in_name_order_without_hidden_files(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / ".cache").mkdir()
     (tmp_path / "b" / "second.jsonl").write_text(as_jsonl(["third"]))
@@ -90,9 +90,7 @@ def test_a_folder_is_read_in_name_order_and_hidden_files_are_not_text(tmp_path: 
         (f"a {SEPARATOR} in a line\n\nb", [f"a {SEPARATOR} in a line\n\nb"]),
     ],
 )
-def test_a_separator_is_a_line_of_its_own_wherever_it_stands(
-    tmp_path: Path, content: str, documents: list[str]
-) -> None:
+def test_separator_is_a_whole_line_anywhere_in_the_file(tmp_path: Path, content: str, documents: list[str]) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes(content.encode())
     assert list(read_texts(str(path))) == documents
@@ -101,24 +99,24 @@ def test_a_separator_is_a_line_of_its_own_wherever_it_stands(
 @pytest.mark.parametrize(
     "name", ["gone.txt", "./gone", "/nowhere/gone", "~/gone", "gone", "a/b/c", "owner/name.jsonl"]
 )
-def test_a_missing_path_is_not_looked_up_as_a_hub_data_set(name: str) -> None:
+def test_missing_path_is_not_looked_up_on_the_hub(name: str) -> None:
     with pytest.raises(DataError, match="no file or folder at") as caught:
         list(read_texts(name))
     assert repr(name) in str(caught.value)
 
 
-def test_an_empty_folder_names_itself(tmp_path: Path) -> None:
+def test_error_for_an_empty_folder_names_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"the folder .* holds no files"):
         list(read_texts(str(tmp_path)))
 
 
-def test_a_hub_name_without_datasets_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_for_a_hub_name_without_datasets_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"'owner/name' is no file or folder here.*install moebudget\[data\]"):
+    with pytest.raises(DataError, match=r"no file or folder 'owner/name'; install moebudget\[data\]"):
         list(read_texts("owner/name"))
 
 
-def test_a_hub_name_is_streamed_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_data_set_is_streamed_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
 
     def load_dataset(name: str, *, split: str, streaming: bool) -> Iterator[dict[str, str]]:
@@ -133,7 +131,7 @@ def test_a_hub_name_is_streamed_row_by_row(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("error", [ConnectionError("offline"), KeyError("text"), ValueError("no such config")])
-def test_a_failing_hub_data_set_is_a_data_error(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_failing_hub_data_set_is_a_data_error(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def load_dataset(*_: Any, **__: Any) -> Any:
         raise error
 
@@ -143,7 +141,7 @@ def test_a_failing_hub_data_set_is_a_data_error(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("name", ["text.txt", "text.jsonl"])
-def test_text_that_is_not_utf8_names_its_file(tmp_path: Path, name: str) -> None:
+def test_error_for_text_that_is_not_utf8_names_the_file(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes("naïve\n".encode("latin-1"))
     with pytest.raises(DataError, match=rf"{name} is not UTF-8 text"):
@@ -151,14 +149,14 @@ def test_text_that_is_not_utf8_names_its_file(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("content", [b"no xz at all", lzma.compress(b"some text " * 1000)[:-30]])
-def test_a_damaged_xz_file_names_itself(tmp_path: Path, content: bytes) -> None:
+def test_error_for_a_damaged_xz_file_names_it(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "text.txt.xz"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"text\.txt\.xz is damaged or no \.xz file"):
+    with pytest.raises(DataError, match=r"text\.txt\.xz is damaged or not an \.xz file"):
         list(read_texts(str(path)))
 
 
-def test_a_line_that_is_not_json_names_its_number(tmp_path: Path) -> None:
+def test_error_for_a_line_that_is_not_json_names_its_number(tmp_path: Path) -> None:
     path = tmp_path / "text.jsonl"
     path.write_text('{"text": "one"}\n{"text": "two"\n')
     with pytest.raises(DataError, match=r"text\.jsonl, line 2: not JSON"):
@@ -166,31 +164,31 @@ def test_a_line_that_is_not_json_names_its_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "found"), [('{"content": "x", "url": "y"}', "content, url"), ('{"text": 3}', "text"), ("[1, 2]", "list")]
+    ("line", "fields"), [('{"content": "x", "url": "y"}', "content, url"), ('{"text": 3}', "text"), ("[1, 2]", "list")]
 )
-def test_a_line_without_text_lists_what_it_holds(tmp_path: Path, line: str, found: str) -> None:
+def test_error_for_a_line_without_text_lists_its_fields(tmp_path: Path, line: str, fields: str) -> None:
     path = tmp_path / "text.jsonl"
     path.write_text(f'{{"text": "one"}}\n{line}\n')
-    with pytest.raises(DataError, match=rf"line 2: no field 'text' with a string \(found: {found}\)"):
+    with pytest.raises(DataError, match=rf"line 2: no string in a field 'text' \(the line holds: {fields}\)"):
         list(read_texts(str(path)))
 
 
-def test_documents_that_are_all_too_short_name_the_limit_and_the_option(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no usable document: 12 shorter than 17 tokens; .* --min-document"):
+def test_error_for_short_documents_names_the_limit_and_the_option(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no usable document: 12 are shorter than 17 tokens; .* --min-document"):
         load(text_file(tmp_path / "text.txt"), min_document=17)
 
 
-def test_short_documents_are_left_out_and_the_limit_itself_is_kept(tmp_path: Path) -> None:
+def test_documents_shorter_than_the_limit_are_left_out(tmp_path: Path) -> None:
     documents, _ = tokenize(str(text_file(tmp_path / "text.txt")), Letters(), 28, min_document=15)
     assert list(map(len, documents)) == [15, 16]
 
 
-def test_too_little_text_to_hold_any_out_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="only 4 tokens: too few to hold any out"):
+def test_too_little_text_for_a_held_out_part_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="only 4 tokens, too few for a held-out part"):
         load(text_file(tmp_path / "text.txt", ["abcd"]))
 
 
-def test_a_tokenizer_that_is_larger_than_the_embedding_is_an_error(tmp_path: Path) -> None:
+def test_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
     path = str(text_file(tmp_path / "text.txt"))
     with pytest.raises(DataError, match="the tokenizer has 30 entries, the model embeds 28"):
         load_corpus(path, Letters(30), 28)
@@ -200,8 +198,8 @@ def test_a_tokenizer_that_is_larger_than_the_embedding_is_an_error(tmp_path: Pat
 def test_every_fifth_document_is_held_out_whole(tmp_path: Path) -> None:
     corpus = load(text_file(tmp_path / "text.txt"), length=10)
     held = {DOCUMENTS[4], DOCUMENTS[9]}
-    found = [set(part.ids[part.mask].tolist()) - {END} for part in (corpus.fit, corpus.held_out)]
-    assert found == [tokens(*(d for d in DOCUMENTS if d not in held)), tokens(*held)]
+    letters = [set(part.ids[part.mask].tolist()) - {END} for part in (corpus.fit, corpus.held_out)]
+    assert letters == [tokens(*(d for d in DOCUMENTS if d not in held)), tokens(*held)]
     assert corpus.documents == len(DOCUMENTS)
     assert corpus.fit.tokens + corpus.held_out.tokens == sum(map(len, DOCUMENTS)) + len(DOCUMENTS)
 
@@ -233,7 +231,7 @@ def test_packing_without_an_end_token_joins_documents() -> None:
 
 
 @pytest.mark.parametrize(("count", "rows"), [(7, 1), (8, 2), (0, 0)])
-def test_a_rest_of_one_token_predicts_nothing_and_is_dropped(count: int, rows: int) -> None:
+def test_last_row_of_one_token_is_dropped(count: int, rows: int) -> None:
     packed = pack([list(range(1, count + 1))] if count else [], 6, None)
     assert packed.ids.shape == packed.mask.shape == (rows, 6)
 
@@ -245,14 +243,14 @@ def test_max_tokens_is_the_number_of_tokens_read(tmp_path: Path, limit: int) -> 
     assert flat == [token for d in DOCUMENTS for token in Letters()(d, add_special_tokens=False)["input_ids"]][:limit]
 
 
-def test_a_limit_above_the_text_changes_nothing(tmp_path: Path) -> None:
+def test_limit_above_the_text_changes_nothing(tmp_path: Path) -> None:
     path = text_file(tmp_path / "text.txt")
-    one, other = load(path), load(path, max_tokens=10_000)
-    assert torch.equal(one.fit.ids, other.fit.ids)
-    assert one.id == other.id
+    unlimited, limited = load(path), load(path, max_tokens=10_000)
+    assert torch.equal(unlimited.fit.ids, limited.fit.ids)
+    assert unlimited.id == limited.id
 
 
-def test_the_name_of_a_corpus_tells_text_length_and_limit_apart(tmp_path: Path) -> None:
+def test_corpus_id_depends_on_text_length_and_limits(tmp_path: Path) -> None:
     path = text_file(tmp_path / "text.txt")
     changed = text_file(tmp_path / "changed.txt", [*DOCUMENTS[:-1], "z" * len(DOCUMENTS[-1])])
     names = [load(path).id, load(path, length=9).id, load(path, max_tokens=60).id, load(path, min_document=8).id]
@@ -263,7 +261,7 @@ def test_the_name_of_a_corpus_tells_text_length_and_limit_apart(tmp_path: Path) 
     assert load(path).id == names[-1]
 
 
-def test_merged_corpora_keep_every_row_once_in_its_part_and_mix_them(tmp_path: Path) -> None:
+def test_merged_corpora_keep_every_row_once_and_mix_them(tmp_path: Path) -> None:
     corpora = [
         load(text_file(tmp_path / f"{name}.txt", [name * 20 for _ in range(documents)]))
         for name, documents in (("a", 10), ("b", 30))
@@ -281,7 +279,7 @@ def test_merged_corpora_keep_every_row_once_in_its_part_and_mix_them(tmp_path: P
     assert all(0 < int(q.sum()) < len(q) for q in quarters)
 
 
-def test_corpora_with_rows_of_different_lengths_are_not_merged(tmp_path: Path) -> None:
+def test_corpora_with_rows_of_different_lengths_are_refused(tmp_path: Path) -> None:
     path = text_file(tmp_path / "text.txt")
     with pytest.raises(DataError, match=r"different lengths cannot be merged: \[8, 9\]"):
         merge_corpora([load(path), load(path, length=9)])

@@ -15,21 +15,21 @@ from moebudget import attach, load_stats
 from moebudget.calibrate import Corpus, run
 from moebudget.calibrate.collect import LayerSums, solve_ridge
 from moebudget.calibrate.run import layers_per_pass
-from moebudget.stats import ModelFacts, Stats
+from moebudget.core.stats import ModelFacts, Stats
 from tests.calibrate import reference
 from tests.calibrate.fitted import ALPHAS, BATCH, BUDGET, CASES, built, fit, usual_stats
-from tests.integrations import tiny
+from tests.engines.transformers import tiny
 
 over_models = pytest.mark.parametrize("name", CASES)
 
 
-def assert_same(one: Stats, other: Stats, tolerance: float = 0.0) -> None:
-    assert one.facts == other.facts
-    assert set(one.tensors) == set(other.tensors)
-    for key, tensor in one.tensors.items():
+def assert_same(actual: Stats, expected: Stats, tolerance: float = 0.0) -> None:
+    assert actual.facts == expected.facts
+    assert set(actual.tensors) == set(expected.tensors)
+    for key, tensor in actual.tensors.items():
         torch.testing.assert_close(
             tensor,
-            other.tensors[key],
+            expected.tensors[key],
             rtol=tolerance,
             atol=tolerance,
             equal_nan=True,
@@ -38,65 +38,65 @@ def assert_same(one: Stats, other: Stats, tolerance: float = 0.0) -> None:
 
 
 def count_expert_rows(model: Any, monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
-    """Layer -> number of (token, expert) pairs of every call of its experts' own forward."""
+    """Layer -> number of (token, expert) pairs of every call of the forward of its experts."""
     modules = tiny.experts_modules(model)
-    own: Callable[..., Tensor] = type(modules[0]).forward
+    forward: Callable[..., Tensor] = type(modules[0]).forward
     counts: dict[int, list[int]] = defaultdict(list)
 
-    @functools.wraps(own)
+    @functools.wraps(forward)
     def counted(self: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         counts[modules.index(self)].append(ids.numel())
-        return own(self, hidden, ids, weights)
+        return forward(self, hidden, ids, weights)
 
     monkeypatch.setattr(type(modules[0]), "forward", counted)
     return counts
 
 
 @over_models
-def test_statistics_are_those_of_the_routed_tokens(name: str) -> None:
+def test_statistics_are_means_over_routed_tokens(name: str) -> None:
     corpus, stats = reference.make_corpus(), usual_stats(name)
     layers = reference.layers_of(built(name), corpus.fit.ids, corpus.fit.mask)
     assert len(layers) == len(stats.facts.layers) == 2
     assert stats.tensors["count"].sum() == 2 * tiny.TOP_K * corpus.fit.tokens
     for position, layer in enumerate(layers):
-        found: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        routes: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for row, s in corpus.fit.mask.nonzero().tolist():
             for u, w, e in layer.routes(row, s):
-                found[u].append((w, e))
+                routes[u].append((w, e))
         for u in range(tiny.EXPERTS):
-            n = len(found[u])
+            n = len(routes[u])
             wanted = {
                 "count": n,
-                "energy_mean": sum(e for _, e in found[u]) / max(n, 1),
-                "weight_mean": sum(w for w, _ in found[u]) / max(n, 1),
-                "output_norm_weighted": sum(w * e**0.5 for w, e in found[u]) / max(n, 1),
+                "energy_mean": sum(e for _, e in routes[u]) / max(n, 1),
+                "weight_mean": sum(w for w, _ in routes[u]) / max(n, 1),
+                "output_norm_weighted": sum(w * e**0.5 for w, e in routes[u]) / max(n, 1),
             }
             for key, value in wanted.items():
                 assert float(stats.tensors[key][position, u]) == pytest.approx(value, rel=1e-4), (key, position, u)
 
 
 @over_models
-def test_the_predictor_is_the_ridge_regression_on_the_router_input(name: str) -> None:
+def test_predictor_is_the_ridge_regression_on_the_router_input(name: str) -> None:
     corpus, stats = reference.make_corpus(), usual_stats(name)
-    live = corpus.fit.mask
-    for position, layer in enumerate(reference.layers_of(built(name), corpus.fit.ids, live)):
+    mask = corpus.fit.mask
+    for position, layer in enumerate(reference.layers_of(built(name), corpus.fit.ids, mask)):
         sums = LayerSums(tiny.EXPERTS, layer.hidden.shape[-1], "cpu")
         root = layer.energy.sqrt()[..., None]
-        sums.add(layer.hidden[live].float(), layer.ids[live], layer.weights[live], root[live])
+        sums.add(layer.hidden[mask].float(), layer.ids[mask], layer.weights[mask], root[mask])
         slope, bias = solve_ridge(sums, [stats.info["alpha"]])
         torch.testing.assert_close(stats.tensors["predictor_weight"][position], slope[0].float(), rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(stats.tensors["predictor_bias"][position], bias[0].float(), rtol=1e-3, atol=1e-3)
 
 
 @over_models
-def test_what_padding_holds_changes_nothing(name: str) -> None:
+def test_padding_does_not_change_statistics(name: str) -> None:
     poisoned = fit(built(name), reference.make_corpus(poison=1))
     assert_same(usual_stats(name), poisoned, 1e-5)
     assert usual_stats(name).info == poisoned.info
 
 
-def test_padding_would_have_changed_the_statistics() -> None:
-    """The test above has teeth: with the mask gone, the same padding counts."""
+def test_same_padding_without_a_mask_changes_statistics() -> None:
+    """Control for the test above: without the mask, the same padding counts."""
     corpus = reference.make_corpus(poison=1)
     for part in (corpus.fit, corpus.held_out):
         part.mask.fill_(True)
@@ -108,26 +108,26 @@ def test_padding_would_have_changed_the_statistics() -> None:
 
 
 @over_models
-def test_layers_one_by_one_give_what_all_at_once_give(name: str) -> None:
-    one, more = (fit(built(name), reference.make_corpus(), group=group) for group in (1, 2))
-    assert_same(one, more, 1e-4)
-    assert_same(more, usual_stats(name))  # the default takes what fits into memory: both layers
+def test_group_size_does_not_change_statistics(name: str) -> None:
+    single, both = (fit(built(name), reference.make_corpus(), group=group) for group in (1, 2))
+    assert_same(single, both, 1e-4)
+    assert_same(both, usual_stats(name))  # by default, as many layers as fit into memory: both
 
 
 @pytest.mark.parametrize("group", [1, 2])
-def test_experts_run_once_a_token_and_a_pass_ends_at_its_last_layer(
+def test_experts_run_once_per_token_and_passes_end_at_their_last_layer(
     monkeypatch: pytest.MonkeyPatch, group: int
 ) -> None:
     model, corpus = tiny.build(tiny.available("qwen3_moe")), reference.make_corpus()
     counts = count_expert_rows(model, monkeypatch)
     fit(model, corpus, group=group)
     fit_pairs, held_out_pairs = (tiny.TOP_K * part.ids.numel() for part in (corpus.fit, corpus.held_out))
-    passes = {1: (2, 1), 2: (1, 1)}[group]  # the first layer runs in the second layer's pass too
+    passes = {1: (2, 1), 2: (1, 1)}[group]  # the first layer also runs in the pass of the second
     for layer, times in enumerate(passes):
         assert sum(counts[layer]) == times * fit_pairs + held_out_pairs
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_model_is_restored() -> None:
     model = tiny.build(tiny.available("qwen3_moe"))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     fit(model, reference.make_corpus(), group=1)
@@ -153,7 +153,7 @@ def retained_by_loops(name: str, stats: Stats, corpus: Corpus) -> float:
 
 
 @over_models
-def test_retained_energy_is_that_of_the_definition_and_alpha_its_best(name: str) -> None:
+def test_retained_energy_follows_its_definition_and_chooses_alpha(name: str) -> None:
     corpus, stats = reference.make_corpus(), usual_stats(name)
     singles = {alpha: fit(built(name), corpus, alphas=(alpha,)) for alpha in ALPHAS}
     wanted = {alpha: retained_by_loops(name, single, corpus) for alpha, single in singles.items()}
@@ -169,7 +169,7 @@ def test_retained_energy_is_that_of_the_definition_and_alpha_its_best(name: str)
 
 
 @over_models
-def test_r2_is_measured_on_held_out_tokens_alone(name: str) -> None:
+def test_r2_is_measured_on_held_out_tokens_only(name: str) -> None:
     corpus, stats = reference.make_corpus(), usual_stats(name)
     fitted = reference.layers_of(built(name), corpus.fit.ids, corpus.fit.mask)
     held = reference.layers_of(built(name), corpus.held_out.ids, corpus.held_out.mask)
@@ -187,17 +187,17 @@ def test_r2_is_measured_on_held_out_tokens_alone(name: str) -> None:
                         y, z = torch.tensor(e).double().log(), layer.hidden[row, s]
                         errors.append(float(y - a[u] @ (z / z.norm()) - b[u]) ** 2)
                         spread.append(float(y - mean) ** 2)
-            found = float(stats.tensors["r2_heldout"][position, u])
+            r2 = float(stats.tensors["r2_heldout"][position, u])
             if len(errors) < 2 or not len(y_fit):
-                assert found != found
+                assert r2 != r2
                 continue
-            assert found == pytest.approx(1 - sum(errors) / sum(spread), abs=1e-3)
-            total, weights = total + len(y_fit) * found, weights + len(y_fit)
+            assert r2 == pytest.approx(1 - sum(errors) / sum(spread), abs=1e-3)
+            total, weights = total + len(y_fit) * r2, weights + len(y_fit)
     assert stats.info["r2_heldout"] == pytest.approx(total / weights, abs=1e-4)
 
 
 def test_log_linear_energies_are_recovered_from_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """BASE's claim, planted: every expert's log energy is linear in z/|z|; calibration must find that line."""
+    """BASE's claim, planted: every expert's log energy is linear in z/|z|, and calibration recovers the slope."""
     model = tiny.build(tiny.available("qwen3_moe"), hidden_size=16, num_attention_heads=2, num_key_value_heads=2)
     experts = type(tiny.experts_modules(model)[0])
     g = torch.Generator().manual_seed(0)
@@ -219,7 +219,7 @@ def test_log_linear_energies_are_recovered_from_a_model(monkeypatch: pytest.Monk
         torch.testing.assert_close(stats.tensors["predictor_weight"][position], slope, rtol=0, atol=0.1)
 
 
-def test_an_expert_that_no_token_reaches_is_counted_and_stays_finite() -> None:
+def test_expert_without_tokens_is_counted_and_has_finite_statistics() -> None:
     model = tiny.build(tiny.available("deepseek_v3"))
     for module in model.modules():
         if hasattr(module, "e_score_correction_bias"):
@@ -233,8 +233,8 @@ def test_an_expert_that_no_token_reaches_is_counted_and_stays_finite() -> None:
     assert stats.info["r2_heldout"] == stats.info["r2_heldout"]
 
 
-def test_an_expert_that_was_never_fitted_claims_no_r2() -> None:
-    """Its mean is no baseline: the mean over no tokens is 0, and log energies are far from 0."""
+def test_expert_without_fitted_tokens_has_no_r2() -> None:
+    """Its mean cannot serve as the reference: over no tokens it is 0, and log energies are far from 0."""
     corpus = reference.make_corpus(held_out=20)
     corpus.fit.ids.fill_(7)  # one word: few experts see it
     stats = fit(built("qwen3_moe"), corpus)
@@ -249,7 +249,7 @@ def test_an_expert_that_was_never_fitted_claims_no_r2() -> None:
 
 
 @over_models
-def test_a_saved_artefact_decides_what_a_fresh_one_decides(name: str, tmp_path: Path) -> None:
+def test_saved_statistics_give_the_same_routes(name: str, tmp_path: Path) -> None:
     stats = usual_stats(name)
     stats.save(tmp_path / "stats.safetensors")
     read = load_stats(tmp_path / "stats.safetensors")
@@ -264,7 +264,7 @@ def test_a_saved_artefact_decides_what_a_fresh_one_decides(name: str, tmp_path: 
     assert all(torch.equal(a, b) for a, b in zip(*routed, strict=True))
 
 
-def test_the_artefact_says_how_it_was_made() -> None:
+def test_statistics_record_model_data_and_versions() -> None:
     corpus, stats = reference.make_corpus(), usual_stats("qwen3_moe")
     wanted = {
         "model": "tiny",
@@ -282,15 +282,15 @@ def test_the_artefact_says_how_it_was_made() -> None:
     assert {tensor.dtype for tensor in stats.tensors.values()} == {torch.float32}
 
 
-def test_the_default_budget_is_five_quarters_of_the_routes() -> None:
+def test_default_budget_is_five_quarters_of_top_k() -> None:
     stats = fit(built("qwen3_moe"), reference.make_corpus(), budget=None)
     assert stats.info["retained_energy_at"]["budget"] == 4
 
 
 @pytest.mark.parametrize("budget", [0, -1, tiny.EXPERTS + 1])
-def test_an_impossible_budget_is_an_error_before_the_first_pass(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_budget_is_refused_before_the_first_pass(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_collect", None)
-    with pytest.raises(ValueError, match=f"budget={budget} must lie between 1 and the model's {tiny.EXPERTS} experts"):
+    with pytest.raises(ValueError, match=f"budget={budget} must be between 1 and the model's {tiny.EXPERTS} experts"):
         fit(built("qwen3_moe"), reference.make_corpus(), budget=budget)
 
 
@@ -299,13 +299,13 @@ class Interrupted(Exception):
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, attribute: str, at: int) -> list[int]:
-    """Let the at-th call of a function of calibrate.run raise; returns the growing list of finished calls."""
-    own, done = getattr(run, attribute), list[int]()
+    """Make call number `at` of a function of calibrate.run raise; returns the growing list of finished calls."""
+    function, done = getattr(run, attribute), list[int]()
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if len(done) == at:
             raise Interrupted
-        result = own(*args, **kwargs)
+        result = function(*args, **kwargs)
         done.append(len(done))
         return result
 
@@ -313,7 +313,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, attribute: str, at: int) -> list[
     return done
 
 
-def test_a_killed_calibration_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_interrupted_calibration_resumes_where_it_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, corpus, resume = built("qwen3_moe"), reference.make_corpus(), tmp_path / "partial"
     whole = fit(model, corpus, group=1)
     with monkeypatch.context() as patch:
@@ -327,16 +327,14 @@ def test_a_killed_calibration_goes_on_where_it_stopped(monkeypatch: pytest.Monke
     assert not resume.exists()
 
 
-def test_a_kill_while_the_resume_file_is_written_keeps_the_previous_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_interrupted_write_keeps_the_previous_resume_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, corpus, resume = built("qwen3_moe"), reference.make_corpus(), tmp_path / "partial"
-    own, calls = run.save_file, list[Path]()
+    save_file, calls = run.save_file, list[Path]()
 
     def save(tensors: Any, path: Path, **settings: Any) -> None:
         calls.append(path)
         if len(calls) == 1:
-            own(tensors, path, **settings)
+            save_file(tensors, path, **settings)
         else:
             Path(path).write_bytes(b"half a file")
             raise Interrupted
@@ -350,24 +348,22 @@ def test_a_kill_while_the_resume_file_is_written_keeps_the_previous_one(
     assert len(collected) == 2 + 1
 
 
-def test_a_partial_calibration_of_something_else_is_not_continued(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_partial_calibration_of_different_inputs_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, resume = built("qwen3_moe"), tmp_path / "partial"
     with monkeypatch.context() as patch:
         interrupt(patch, "_collect", at=1)
         with pytest.raises(Interrupted):
             fit(model, reference.make_corpus(), group=1, resume=resume)
     monkeypatch.setattr(run, "_collect", None)
-    others: list[tuple[Any, Corpus, dict[str, Any]]] = [
+    inputs: list[tuple[Any, Corpus, dict[str, Any]]] = [
         (model, reference.make_corpus("other text"), {}),
         (model, reference.make_corpus(), {"alphas": (1.0,)}),
         (tiny.build(tiny.available("qwen3_moe"), seed=1), reference.make_corpus(), {}),
         (built("deepseek_v3"), reference.make_corpus(), {}),
     ]
-    for other, corpus, settings in others:
+    for different, corpus, settings in inputs:
         with pytest.raises(ValueError, match=r"partial is a partial calibration of another model, text or alpha grid"):
-            fit(other, corpus, group=1, resume=resume, **settings)
+            fit(different, corpus, group=1, resume=resume, **settings)
     assert resume.is_file()
 
 
@@ -376,11 +372,11 @@ ONE_LAYER = LayerSums.size_in_bytes(128, 2048)
 
 
 @pytest.mark.parametrize(("memory", "layers"), [(ONE_LAYER, 1), (3 * ONE_LAYER - 1, 2), (1000 * ONE_LAYER, 48)])
-def test_as_many_layers_a_pass_as_fit_into_memory(memory: int, layers: int) -> None:
+def test_pass_takes_as_many_layers_as_fit_into_memory(memory: int, layers: int) -> None:
     assert layers_per_pass(FACTS, torch.device("cpu"), memory) == layers
 
 
-def test_too_little_memory_names_both_sizes() -> None:
+def test_too_little_memory_is_refused_with_both_sizes() -> None:
     wanted = r"take 2\.0 GiB \(128 experts x 2048\^2 floats\), 1\.0 GiB may be used on cpu"
     with pytest.raises(MemoryError, match=wanted):
         layers_per_pass(FACTS, torch.device("cpu"), 2**30)

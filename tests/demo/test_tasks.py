@@ -1,3 +1,5 @@
+"""The demo's synthetic tasks: correct answers, disjoint parts, and files of items."""
+
 from __future__ import annotations
 
 import hashlib
@@ -20,10 +22,10 @@ from moebudget.demo.tasks import (
     training_documents,
 )
 
-GOLDEN = "a905b093bea45537b3002956dbff60b5a0e1dab5b7c49c275b590956c3547857"  # of the saved 300 test items a task
+GOLDEN = "a905b093bea45537b3002956dbff60b5a0e1dab5b7c49c275b590956c3547857"  # of the saved test items, 300 per task
 TRAINING_BYTES = 600_000
 
-# How an item of each task begins; the demo's training text is told apart by it.
+# Beginning of an item of each task, by which training documents are recognised.
 PATTERNS = {
     "add": r"question: \d+ \+ \d+ = answer:",
     "sub": r"question: \d+ - \d+ = answer:",
@@ -48,9 +50,9 @@ def documents() -> list[str]:
 
 
 def of(items: list[TaskItem], task: str) -> list[TaskItem]:
-    found = [item for item in items if item.task == task]
-    assert found
-    return found
+    of_task = [item for item in items if item.task == task]
+    assert of_task
+    return of_task
 
 
 def task_of(document: str) -> str:
@@ -60,30 +62,28 @@ def task_of(document: str) -> str:
 
 
 def facts(text: str) -> list[tuple[str, int, int]]:
-    """Every `a op b =` that a worked solution spells out: (op, a, b)."""
+    """Every fact `a op b =` in a worked solution: (op, a, b)."""
     return [(op, int(a), int(b)) for a, op, b in re.findall(r"(-?\d+) ([-+*]) (-?\d+) = -?\d", text)]
 
 
 def parts_of(pattern: str, text: str) -> tuple[str, ...]:
     """The groups of a pattern that the whole text must have."""
-    found = re.fullmatch(pattern, text)
-    assert found is not None, text
-    return found.groups()
+    match = re.fullmatch(pattern, text)
+    assert match is not None, text
+    return match.groups()
 
 
 def calculate(op: str, a: int, b: int) -> int:
     return {"+": operator.add, "-": operator.sub, "*": operator.mul}[op](a, b)
 
 
-def test_the_test_items_are_those_that_published_numbers_were_measured_on(
-    items: list[TaskItem], tmp_path: Path
-) -> None:
+def test_test_items_are_those_of_the_published_numbers(items: list[TaskItem], tmp_path: Path) -> None:
     save_items(items, tmp_path / "items.jsonl")
     assert len(items) == 2700
     assert hashlib.sha256((tmp_path / "items.jsonl").read_bytes()).hexdigest() == GOLDEN
 
 
-def test_a_smaller_set_is_the_beginning_of_a_larger_one(items: list[TaskItem]) -> None:
+def test_smaller_set_is_the_beginning_of_a_larger_one(items: list[TaskItem]) -> None:
     few = held_out("test", 20)
     assert few == [item for task in makers() for item in of(items, task)[:20]]
 
@@ -100,12 +100,12 @@ def test_test_and_fewshot_items_share_no_question(items: list[TaskItem]) -> None
     assert not {item.key for item in fewshot} & {item.key for item in items}
 
 
-def test_an_unknown_part_is_an_error() -> None:
+def test_unknown_part_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown part 'train': the held-out parts are 'test' and 'fewshot'"):
         held_out("train", 3)
 
 
-def test_no_training_document_asks_a_test_question(items: list[TaskItem], documents: list[str]) -> None:
+def test_training_documents_contain_no_test_question(items: list[TaskItem], documents: list[str]) -> None:
     text = "\n".join(documents)
     asked = {line for document in documents for line in document.split("\n")}
     for item in items:
@@ -118,7 +118,7 @@ def test_no_training_document_asks_a_test_question(items: list[TaskItem], docume
 
 
 def test_sums_and_products_are_held_out_in_both_orders(items: list[TaskItem], documents: list[str]) -> None:
-    """Knowing 7 + 85 answers 85 + 7."""
+    """Because 7 + 85 gives away 85 + 7."""
     for task in ("add", "sub", "mul", "compare"):
         pairs = [frozenset(re.findall(r"\d+", item.prompt)) for item in of(items, task)]
         asked = [
@@ -131,7 +131,7 @@ def test_sums_and_products_are_held_out_in_both_orders(items: list[TaskItem], do
         assert not set(pairs) & set(asked), task
 
 
-def test_no_worked_training_solution_spells_out_a_held_out_fact(documents: list[str]) -> None:
+def test_training_solutions_contain_no_held_out_fact(documents: list[str]) -> None:
     names = {"+": "add", "-": "sub", "*": "mul"}
     checked = 0
     for document in documents:
@@ -155,13 +155,13 @@ def test_facts_of_single_digits_are_always_trained(key: str) -> None:
     assert split_of(key) == "train"
 
 
-def test_the_parts_are_as_large_as_they_say() -> None:
+def test_parts_have_their_stated_sizes() -> None:
     parts = Counter(split_of(f"add:{a}:{b}") for a in range(10, 210) for b in range(300, 500))
     assert parts["test"] / parts.total() == pytest.approx(0.034, abs=0.004)
     assert parts["fewshot"] / parts.total() == pytest.approx(0.006, abs=0.002)
 
 
-def test_training_bytes_are_shared_out_by_weight(documents: list[str]) -> None:
+def test_training_bytes_are_divided_by_weight(documents: list[str]) -> None:
     sizes = Counter[str]()
     for document in documents:
         sizes[task_of(document)] += len(document)
@@ -172,7 +172,7 @@ def test_training_bytes_are_shared_out_by_weight(documents: list[str]) -> None:
     assert TRAINING_BYTES <= sizes.total() < TRAINING_BYTES + largest
 
 
-def test_a_document_holds_items_of_one_task(documents: list[str]) -> None:
+def test_document_holds_items_of_one_task(documents: list[str]) -> None:
     for document in documents:
         task = task_of(document)
         if task in ("add", "sub", "mul", "chain", "compare", "string"):
@@ -184,7 +184,7 @@ def test_training_text_follows_its_seed() -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_sums_differences_and_products_are_right(items: list[TaskItem]) -> None:
+def test_sums_differences_and_products_are_correct(items: list[TaskItem]) -> None:
     for task, op in (("add", "+"), ("sub", "-"), ("mul", "*")):
         for item in of(items, task):
             a, written, b = parts_of(r"question: (\d+) (.) (\d+) = answer:", item.prompt)
@@ -192,7 +192,7 @@ def test_sums_differences_and_products_are_right(items: list[TaskItem]) -> None:
             assert item.target == f" {calculate(op, int(a), int(b))}"
 
 
-def test_chains_are_worked_out_right(items: list[TaskItem]) -> None:
+def test_chains_have_correct_solutions(items: list[TaskItem]) -> None:
     for item in of(items, "chain"):
         (expression,) = parts_of(r"question: ([0-9+*() -]+) = answer:", item.prompt)
         value = eval(expression)
@@ -205,7 +205,7 @@ def test_chains_are_worked_out_right(items: list[TaskItem]) -> None:
         assert int(parts[-1][3]) == value
 
 
-def test_the_larger_number_is_the_answer(items: list[TaskItem]) -> None:
+def test_larger_number_is_the_answer(items: list[TaskItem]) -> None:
     for item in of(items, "compare"):
         a, b = map(int, re.findall(r"\d+", item.prompt))
         assert a != b
@@ -213,7 +213,7 @@ def test_the_larger_number_is_the_answer(items: list[TaskItem]) -> None:
         assert item.choices == (f" {a}", f" {b}")
 
 
-def test_word_problems_are_worked_out_right(items: list[TaskItem]) -> None:
+def test_word_problems_have_correct_solutions(items: list[TaskItem]) -> None:
     for item in of(items, "word"):
         worked, answer = parts_of(r" (.+) #### (-?\d+)", item.target)
         chains = re.findall(r"((?:-?\d+ [-+*/] )+-?\d+) = (-?\d+)", worked)
@@ -242,7 +242,7 @@ def test_yes_and_no_follow_from_the_passage(items: list[TaskItem]) -> None:
     assert min(answers.values()) > 100
 
 
-def test_letters_are_handled_right(items: list[TaskItem]) -> None:
+def test_letter_tasks_have_correct_answers(items: list[TaskItem]) -> None:
     for item in of(items, "string"):
         ask, word = parts_of(r"(.+): (.+) ->", item.prompt)
         letters = word.split(" ")
@@ -256,7 +256,7 @@ def test_letters_are_handled_right(items: list[TaskItem]) -> None:
         assert item.target == " " + " ".join(answer)
 
 
-def test_code_prints_its_value(items: list[TaskItem]) -> None:
+def test_code_items_have_the_printed_value(items: list[TaskItem]) -> None:
     for item in of(items, "code"):
         (expression,) = parts_of(r">>> (.+)\n", item.prompt)
         assert repr(eval(expression)) == item.target
@@ -272,7 +272,7 @@ def test_items_survive_a_file(items: list[TaskItem], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ['{"task": "add", "prompt": "1 + 1"}', "3", '{"task": "a", "choices": 3}'])
-def test_a_line_that_is_no_item_is_named(tmp_path: Path, line: str) -> None:
+def test_line_that_is_not_an_item_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "items.jsonl"
     path.write_text(f'{{"task": "add", "prompt": "1 + 1 =", "target": " 2"}}\n{line}\n')
     with pytest.raises(ValueError, match=r"items\.jsonl, line 2: not a task item with task, prompt, target"):

@@ -1,4 +1,4 @@
-"""Loops by definition, and rates of generations against the model's own generate."""
+"""Loops by definition, and rates of generations against transformers' generate()."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from moebudget import attach, parse
 from moebudget.evaluate.generate import generate, generated_table, loops
 from tests.calibrate.fitted import built, usual_stats
+from tests.engines.transformers import tiny
 from tests.evaluate.test_decode import Letters
-from tests.integrations import tiny
 
 NAME = "qwen3_moe"
 
@@ -28,18 +28,18 @@ NAME = "qwen3_moe"
         ([], False),
     ],
 )
-def test_loop_is_overlooked_or_made_up(tokens: list[int], loop: bool) -> None:
+def test_loops_follow_their_definition(tokens: list[int], loop: bool) -> None:
     assert loops(tokens) == loop
 
 
 class Ending(Letters):
-    """Tokens as letters; one of them ends a text."""
+    """Tokens as letters; the token `end` ends a text."""
 
     def __init__(self, end: int) -> None:
         self.eos_token_id = end  # type: ignore[assignment]
 
 
-def test_rates_are_not_those_of_the_generations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_those_of_the_generations(monkeypatch: pytest.MonkeyPatch) -> None:
     model, stats, prompts = built(NAME), usual_stats(NAME), tiny.prompts(34, 5, seed=2)
     monkeypatch.setattr(model.generation_config, "eos_token_id", None)
     with attach(model, "base:budget=3", stats):
@@ -48,16 +48,16 @@ def test_rates_are_not_those_of_the_generations(monkeypatch: pytest.MonkeyPatch)
     end = int(text[3, 4])  # ends at least this continuation
     ended = int((text == end).any(-1).sum())
     rows = generate(
-        model, [parse("dense"), parse("base:budget=3")], stats, prompts, Ending(end), tokens=20, batch=8, quiet=True
+        model, [parse("native"), parse("base:budget=3")], stats, prompts, Ending(end), tokens=20, batch=8, quiet=True
     )
     assert [(r.policy, r.batching) for r in rows] == [
-        (policy, kind) for policy in ("dense", "base:budget=3") for kind in ("constant", "draining")
+        (policy, kind) for policy in ("native", "base:budget=3") for kind in ("constant", "draining")
     ]
     full, mixed, constant, draining = rows
     assert constant.n == draining.n == 34
     assert constant.fetched <= 3 < full.fetched
     assert 0 < draining.ends <= 100
-    assert draining.ends == pytest.approx(100 * ended / 34, abs=7)  # a finished row no longer votes for the others
+    assert draining.ends == pytest.approx(100 * ended / 34, abs=7)  # a finished row no longer votes
     assert (constant.rows, full.rows) == (8, 8)
     assert draining.rows < 8
     assert mixed.fetched < full.fetched  # fewer rows, fewer experts
@@ -69,26 +69,26 @@ def test_rates_are_not_those_of_the_generations(monkeypatch: pytest.MonkeyPatch)
     assert fields["gen_draining_fetched"] == round(draining.fetched, 4)
 
 
-def test_dense_continuations_depend_on_the_kind_of_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dense model's rows do not see each other; one row leaves nothing to drain."""
+def test_native_continuations_do_not_depend_on_the_kind_of_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of native routing are independent, and a batch of one row has nothing to drain."""
     model, prompts = built(NAME), tiny.prompts(32, 5, seed=2)
     monkeypatch.setattr(model.generation_config, "eos_token_id", None)
     text = model.generate(prompts, max_new_tokens=16, do_sample=False, eos_token_id=-1)[:, 5:].tolist()
     end = text[3][4]
     cut = [t[: t.index(end) + 1] if end in t else t for t in text]
-    rows = generate(model, [parse("dense")], None, prompts, Ending(end), tokens=16, batch=8, quiet=True)
+    rows = generate(model, [parse("native")], None, prompts, Ending(end), tokens=16, batch=8, quiet=True)
     for row in rows:
         assert row.ends == 100 * sum(t[-1] == end for t in cut) / 32
         assert row.loops == 100 * sum(t[-1] != end and loops(t) for t in cut) / 32
     (alone,) = generate(
-        model, [parse("dense")], None, prompts, Ending(end), tokens=16, batch=1, batchings=["constant"], quiet=True
+        model, [parse("native")], None, prompts, Ending(end), tokens=16, batch=1, batchings=["constant"], quiet=True
     )
     assert (alone.tail, alone.rows, alone.ends) == (0, 1, rows[0].ends)
 
 
-def test_too_few_prompts_get_a_rate() -> None:
+def test_too_few_prompts_are_refused() -> None:
     model, prompts = built(NAME), tiny.prompts(32, 5, seed=2)
     with pytest.raises(ValueError, match="29 prompts are too few for a rate: give at least 30"):
-        generate(model, [parse("dense")], None, prompts[:29], Ending(1))
+        generate(model, [parse("native")], None, prompts[:29], Ending(1))
     with pytest.raises(ValueError, match="32 prompts are too few for a rate: give at least 40"):
-        generate(model, [parse("dense")], None, prompts, Ending(1), batch=40)
+        generate(model, [parse("native")], None, prompts, Ending(1), batch=40)

@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from moebudget import attach, parse
+from moebudget.core.counters import COUNTERS, Counters
+from moebudget.engines.transformers.teacher_forcing import aligned_steps
 from moebudget.evaluate import InactivePolicyError, TextResult, evaluate_text
-from moebudget.evaluate.text import aligned_steps, require_active, sum_counters
-from moebudget.runtime import FIELDS, Counters
+from moebudget.evaluate.text import require_active, sum_counters
 from tests.calibrate import reference
 from tests.calibrate.fitted import CASES, built, usual_stats
-from tests.integrations import tiny
+from tests.engines.transformers import tiny
 
 WINDOWS = tiny.prompts(5, 12, seed=3)  # [n, S + 1]
 BATCH = 3  # the last batch has two rows
-POLICIES = ("dense", "topk:k=1", "base:budget=3", "oracle:budget=2")
+POLICIES = ("native", "topk:k=1", "base:budget=3", "oracle:budget=2")
 
 over_models = pytest.mark.parametrize("name", CASES)
 
@@ -66,8 +67,8 @@ def decode(name: str, policy: str, windows: Tensor, prefill: int = 1) -> tuple[T
 
 @over_models
 @pytest.mark.parametrize("prefill", [1, 4])
-def test_dense_is_plain_cross_entropy(name: str, prefill: int) -> None:
-    (result,) = evaluate(name, "dense", prefill=prefill)
+def test_native_loss_is_cross_entropy(name: str, prefill: int) -> None:
+    (result,) = evaluate(name, "native", prefill=prefill)
     torch.testing.assert_close(result.nll, plain_loss(name, prefill), rtol=1e-6, atol=1e-6)
     assert result.agreement.eq(1).all()
     assert result.tokens == len(WINDOWS) * (WINDOWS.shape[1] - 1 - prefill)
@@ -78,16 +79,16 @@ def test_dense_is_plain_cross_entropy(name: str, prefill: int) -> None:
 def test_all_positions_at_once_equal_decoding_step_by_step(name: str, policy: str) -> None:
     (result,) = evaluate(name, policy)
     loss, tokens, counters = decode(name, policy, WINDOWS)
-    _, dense_tokens, _ = decode(name, "dense", WINDOWS)
+    _, native_tokens, _ = decode(name, "native", WINDOWS)
     torch.testing.assert_close(result.nll, loss, rtol=0, atol=1e-5)
-    torch.testing.assert_close(result.agreement, (tokens == dense_tokens).double().mean(-1))
-    assert (result.nll - plain_loss(name, 1)).abs().min() > 1e-4  # it is not the dense model's
-    for field in FIELDS:
+    torch.testing.assert_close(result.agreement, (tokens == native_tokens).double().mean(-1))
+    assert (result.nll - plain_loss(name, 1)).abs().min() > 1e-4  # the policy has an effect
+    for field in COUNTERS:
         assert result.counters.totals[field] == pytest.approx(counters.totals[field], abs=1e-3), field
 
 
 @over_models
-def test_a_prefill_of_several_tokens_equals_step_by_step(name: str) -> None:
+def test_prefill_of_several_tokens_equals_decoding_step_by_step(name: str) -> None:
     (result,) = evaluate(name, "base:budget=3", prefill=5)
     loss, _, counters = decode(name, "base:budget=3", WINDOWS, prefill=5)
     torch.testing.assert_close(result.nll, loss, rtol=0, atol=1e-5)
@@ -95,7 +96,7 @@ def test_a_prefill_of_several_tokens_equals_step_by_step(name: str) -> None:
 
 
 @over_models
-def test_a_smaller_last_batch_is_evaluated_like_any_other(name: str) -> None:
+def test_smaller_last_batch_is_evaluated_correctly(name: str) -> None:
     alone = evaluate(name, *POLICIES, windows=WINDOWS[BATCH:])
     for single, together in zip(alone, usual(name).values(), strict=True):
         torch.testing.assert_close(together.nll[BATCH:], single.nll, rtol=0, atol=1e-6)
@@ -104,26 +105,26 @@ def test_a_smaller_last_batch_is_evaluated_like_any_other(name: str) -> None:
 
 
 @over_models
-def test_counters_are_those_of_every_position_of_every_batch(name: str) -> None:
+def test_counters_cover_every_position_of_every_batch(name: str) -> None:
     positions = range(1, WINDOWS.shape[1] - 1)
     unions = []
     for layer in reference.layers_of(built(name), WINDOWS[:, :-1]):
         for rows in (range(BATCH), range(BATCH, len(WINDOWS))):
             unions += [len({u for b in rows for u in layer.ids[b, s].tolist()}) for s in positions]
-    dense = usual(name)["dense"].counters
-    assert dense.steps == 2 * len(positions)
-    assert dense.totals["steps"] == len(unions)
-    assert dense.totals["rows"] == 2 * len(WINDOWS) * len(positions)
-    assert dense.native_union == dense.fetched == pytest.approx(sum(unions) / len(unions))
+    native = usual(name)["native"].counters
+    assert native.steps == 2 * len(positions)
+    assert native.totals["steps"] == len(unions)
+    assert native.totals["rows"] == 2 * len(WINDOWS) * len(positions)
+    assert native.native_union == native.fetched == pytest.approx(sum(unions) / len(unions))
     assert usual(name)["base:budget=3"].counters.fetched == 3
     assert usual(name)["oracle:budget=2"].counters.fetched == 2
-    assert all(r.counters.steps == dense.steps for r in usual(name).values())
+    assert all(r.counters.steps == native.steps for r in usual(name).values())
 
 
 @over_models
-def test_a_budget_of_all_experts_changes_nothing(name: str) -> None:
+def test_budget_of_all_experts_keeps_native_loss(name: str) -> None:
     (result,) = evaluate(name, f"base:budget={tiny.EXPERTS}")
-    torch.testing.assert_close(result.nll, usual(name)["dense"].nll, rtol=0, atol=0)
+    torch.testing.assert_close(result.nll, usual(name)["native"].nll, rtol=0, atol=0)
 
 
 def test_policies_do_not_influence_each_other() -> None:
@@ -134,18 +135,18 @@ def test_policies_do_not_influence_each_other() -> None:
 
 
 @pytest.mark.parametrize("prefill", [0, -1, 11, 12])
-def test_a_prefill_that_leaves_nothing_to_decode_is_an_error(prefill: int) -> None:
-    with pytest.raises(ValueError, match=f"prefill={prefill} must lie between 1 and 10, the positions of a window"):
-        evaluate("qwen3_moe", "dense", prefill=prefill)
+def test_prefill_that_leaves_nothing_to_decode_is_refused(prefill: int) -> None:
+    with pytest.raises(ValueError, match=f"prefill={prefill} must be between 1 and 10, the positions of a window"):
+        evaluate("qwen3_moe", "native", prefill=prefill)
 
 
-def test_the_longest_prefill_decodes_one_position() -> None:
-    (result,) = evaluate("qwen3_moe", "dense", prefill=10)
+def test_longest_prefill_decodes_one_position() -> None:
+    (result,) = evaluate("qwen3_moe", "native", prefill=10)
     assert result.tokens == len(WINDOWS)
 
 
-def test_a_policy_that_never_decided_has_no_numbers() -> None:
-    """A model that computes NaN: no row votes, so the routes are the model's own and the loss says nothing."""
+def test_policy_active_in_no_step_is_refused() -> None:
+    """A model that computes NaN: no row votes, so the routes are native and the loss means nothing."""
     model = tiny.build(tiny.available("qwen3_moe"))
     with torch.no_grad():
         model.get_input_embeddings().weight.fill_(torch.nan)
@@ -157,11 +158,11 @@ def test_a_policy_that_never_decided_has_no_numbers() -> None:
         evaluate_text(model, policies, None, WINDOWS, batch=5, quiet=True)
 
 
-def test_an_active_policy_passes() -> None:
-    counters = Counters(2, dict.fromkeys(FIELDS, 0.0))
+def test_active_policy_passes() -> None:
+    counters = Counters(2, dict.fromkeys(COUNTERS, 0.0))
     with pytest.raises(InactivePolicyError):
-        require_active(parse("dense"), counters)
-    require_active(parse("dense"), Counters(2, {**counters.totals, "steps": 2.0}))
+        require_active(parse("native"), counters)
+    require_active(parse("native"), Counters(2, {**counters.totals, "steps": 2.0}))
 
 
 def test_steps_name_the_flattened_tokens_of_each_position() -> None:
@@ -169,13 +170,13 @@ def test_steps_name_the_flattened_tokens_of_each_position() -> None:
     assert aligned_steps(decode_, 2).tolist() == [[-1, -1], [1, 4], [2, -1]]
 
 
-def test_a_position_of_two_batches_is_one_step_and_a_smaller_last_batch_borrows_rows() -> None:
+def test_steps_of_several_batches_are_separate_and_a_smaller_last_batch_is_padded() -> None:
     decode_ = torch.tensor([[False, True, True], [False, True, False], [True, False, True]])
     assert aligned_steps(decode_, 2).tolist() == [[-1, -1], [1, 4], [2, -1], [6, -1], [-1, -1], [8, -1]]
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_batches_that_go_through_the_model_together_share_experts(batch: int) -> None:
+def test_batches_that_go_through_the_model_together_share_no_experts(batch: int) -> None:
     model = built("qwen3_moe")
     alone = [
         evaluate_text(model, [parse("squared:budget=4")], None, part, batch=batch, quiet=True)[0]
@@ -187,8 +188,8 @@ def test_batches_that_go_through_the_model_together_share_experts(batch: int) ->
 
 
 def test_counters_of_several_batches_add_up() -> None:
-    parts = [Counters(2, {name: float(i + j) for j, name in enumerate(FIELDS)}, (i, 1.0)) for i in range(3)]
+    parts = [Counters(2, {name: float(i + j) for j, name in enumerate(COUNTERS)}, (i, 1.0)) for i in range(3)]
     total = sum_counters(parts)
     assert total.layers == 2
-    assert total.totals == {name: 3.0 + 3 * j for j, name in enumerate(FIELDS)}
+    assert total.totals == {name: 3.0 + 3 * j for j, name in enumerate(COUNTERS)}
     assert total.by_layer == (3, 3)

@@ -11,26 +11,28 @@ import torch
 from torch import Tensor
 
 import moebudget.kernels
+from moebudget.core.counters import Counter, count_step
+from moebudget.core.layer_router import LayerRouter, chain
+from moebudget.core.policy import Policy
+from moebudget.core.types import LayerStats, MissingStatisticError, Routing, RowKind
 from moebudget.kernels import FusedRouter, NotFusedError, fused, lower
-from moebudget.policy import Policy
-from moebudget.presets import EXAMPLES, parse
-from moebudget.runtime import FIELDS, LayerRouter, chain, count_step
-from moebudget.types import LayerStats, MissingStatisticError, Routing
+from moebudget.methods.registry import METHODS, parse
 from tests.conftest import KINDS, Problem, make_problem
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The interpreter computes in numpy, which warns where padding rows hold what they like to hold.
+# The interpreter computes in numpy, which warns about the garbage in padding rows.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
+MIXED = torch.tensor([RowKind.DECODE, RowKind.PAD, RowKind.DECODE, RowKind.NATIVE, RowKind.DECODE], dtype=torch.int8)
 CASES = [
     *((kind, (4, 12, 3), "base:budget=5") for kind in KINDS),
     *((kind, (4, 12, 3), "squared:budget=4,fill=executed") for kind in KINDS),
-    *((kind, (4, 12, 3), "base:budget=4,fill=half") for kind in KINDS),
+    *((kind, (4, 12, 3), "base:budget=4,fill=geometric") for kind in KINDS),
     ("softmax_renorm", (5, 12, 3), "spread:budget=4"),
-    ("sigmoid_bias", (5, 12, 3), "spread:budget=11,fill=original"),
+    ("sigmoid_bias", (5, 12, 3), "spread:budget=11,fill=native"),
     *((kind, (5, 12, 3), "price:budget=3") for kind in KINDS),
-    ("softmax_renorm", (19, 16, 2), "price:budget=6,fill=original"),
-    ("softmax", (4, 12, 3), "price:budget=12"),  # a price below every sum
+    ("softmax_renorm", (19, 16, 2), "price:budget=6,fill=native"),
+    ("softmax", (4, 12, 3), "price:budget=12"),  # the price is below every sum
     ("softmax_renorm", (1, 8, 2), "base:budget=1"),
     ("softmax_renorm", (5, 60, 8), "base:budget=10,fill=drop"),
     ("softmax", (5, 60, 4), "static:budget=6"),
@@ -39,25 +41,25 @@ CASES = [
     ("softmax_renorm", (35, 16, 2), "squared:budget=16"),
     ("groups_max", (4, 12, 4), "base:budget=2,fill=drop"),
     ("softmax_renorm", (5, 16, 4), "oea:k0=1"),
-    ("sigmoid_bias", (5, 16, 4), "oea:k0=2,fill=original"),
+    ("sigmoid_bias", (5, 16, 4), "oea:k0=2,fill=native"),
     *((kind, (5, 16, 3), "xshare:k0=1,m=3") for kind in KINDS),
     ("softmax_renorm", (4, 12, 3), "xshare:k0=0,m=2"),
     ("groups_top2", (19, 16, 2), "xshare:k0=1,m=6,additive=no"),
     ("softmax", (5, 16, 4), "moe_spec:budget=5"),
-    ("softmax_renorm", (19, 16, 2), "base:budget=4"),  # more rows than are added up directly
-    ("softmax_renorm", (35, 16, 2), "squared:budget=3"),  # three groups, the last a part
+    ("softmax_renorm", (19, 16, 2), "base:budget=4"),  # more rows than one program adds up
+    ("softmax_renorm", (35, 16, 2), "squared:budget=3"),  # three chunks, the last one partial
 ]
 
 
 def garbage(problem: Problem) -> Problem:
-    """Padding in one row, a NaN in a real one, where there are enough rows."""
+    """The problem with a PAD row and a NaN in a DECODE row, if there are enough rows."""
     if problem.rows < 4:
         return problem
     hidden, logits = problem.hidden.clone(), problem.logits.clone()
-    live = torch.ones(problem.rows, dtype=torch.bool)
-    live[1], hidden[2, 3] = False, math.nan
+    decode = torch.ones(problem.rows, dtype=torch.bool)
+    decode[1], hidden[2, 3] = False, math.nan
     hidden[1], logits[1] = math.nan, math.inf
-    return dataclasses.replace(problem, hidden=hidden, logits=logits, live=live)
+    return dataclasses.replace(problem, hidden=hidden, logits=logits, kind=decode)
 
 
 def router_of(problem: Problem, policy: Policy, rows: int | None = None) -> FusedRouter:
@@ -75,32 +77,32 @@ def run(router: FusedRouter, problem: Problem) -> Routing:
     """One step into poisoned outputs."""
     shape = (problem.rows, problem.spec.top_k)
     out = Routing(torch.full(shape, -7, dtype=torch.int64, device=DEVICE), torch.full(shape, 1e30, device=DEVICE))
-    to = [None if x is None else x.to(DEVICE) for x in (problem.live, problem.bias)]
-    found = router(problem.hidden.to(DEVICE), problem.logits.to(DEVICE), to[0], to[1], out)
-    assert found.ids is out.ids
+    kind, bias = (None if x is None else x.to(DEVICE) for x in (problem.kind, problem.bias))
+    routing = router(problem.hidden.to(DEVICE), problem.logits.to(DEVICE), kind, bias, out)
+    assert routing.ids is out.ids
     return Routing(out.ids.cpu(), out.weights.cpu())
 
 
 def check(router: FusedRouter, problem: Problem, policy: Policy) -> None:
-    wanted, found = policy(problem.batch, problem.stats), run(router, problem)
-    assert torch.equal(found.ids, wanted.ids)
+    expected, routing = policy(problem.batch, problem.stats), run(router, problem)
+    assert torch.equal(routing.ids, expected.ids)
     # exp and sums round differently: a few units in the last place.
-    torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-5, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(routing.weights, expected.weights, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize(("kind", "shape", "text"), CASES, ids=str)
-def test_kernel_differs_from_the_torch_form(
+def test_kernel_agrees_with_the_torch_form(
     kind: str, shape: tuple[int, int, int], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = garbage(make_problem(kind, *shape))
     policy = parse(text)
-    wanted = policy(problem.batch, problem.stats)
-    counts = count_step(problem.batch, wanted)
-    monkeypatch.setattr(Policy, "__call__", None)  # the kernels alone may answer
+    expected = policy(problem.batch, problem.stats)
+    counts = count_step(problem.batch, expected)
+    monkeypatch.setattr(Policy, "__call__", None)  # only the kernels can compute the result
     router = router_of(problem, policy)
-    found = run(router, problem)
-    assert torch.equal(found.ids, wanted.ids)
-    torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-5, atol=1e-6, equal_nan=True)
+    routing = run(router, problem)
+    assert torch.equal(routing.ids, expected.ids)
+    torch.testing.assert_close(routing.weights, expected.weights, rtol=1e-5, atol=1e-6, equal_nan=True)
     torch.testing.assert_close(router.totals.cpu(), counts, rtol=1e-5, atol=1e-6)
 
 
@@ -113,7 +115,7 @@ def test_kernel_differs_from_the_torch_form(
     ],
     ids=str,
 )
-def test_largest_sizes_differ_from_the_torch_form(kind: str, shape: tuple[int, int, int], text: str) -> None:
+def test_largest_sizes_agree_with_the_torch_form(kind: str, shape: tuple[int, int, int], text: str) -> None:
     problem, policy = make_problem(kind, *shape), parse(text)
     check(router_of(problem, policy), problem, policy)
 
@@ -122,75 +124,70 @@ def test_largest_sizes_differ_from_the_torch_form(kind: str, shape: tuple[int, i
 @pytest.mark.parametrize(
     "text", ["base:budget=4", "squared:budget=3,fill=executed", "base:budget=3,fill=drop", "base:budget=16"]
 )
-def test_row_that_keeps_its_routes_is_changed_or_votes(kind: str, text: str) -> None:
+def test_native_rows_keep_their_routes_and_do_not_vote(kind: str, text: str) -> None:
     problem = garbage(make_problem(kind, 5, 16, 4))
-    state = torch.tensor([1, 0, 1, 2, 1], dtype=torch.int8)
-    voting = dataclasses.replace(problem, live=state == 1)
+    voting = dataclasses.replace(problem, kind=MIXED == RowKind.DECODE)
     policy = parse(text)
-    wanted = policy(voting.batch, problem.stats)
-    own = dataclasses.replace(problem, live=None).batch
-    found = run(router_of(problem, policy), dataclasses.replace(problem, live=state))
-    kept = state == 2
-    assert torch.equal(found.ids, torch.where(kept[:, None], own.ids, wanted.ids))
-    weights = torch.where(kept[:, None], own.weights, wanted.weights)
-    torch.testing.assert_close(found.weights, weights, rtol=1e-5, atol=1e-6, equal_nan=True)
+    expected = policy(voting.batch, problem.stats)
+    native = dataclasses.replace(problem, kind=None).batch
+    routing = run(router_of(problem, policy), dataclasses.replace(problem, kind=MIXED))
+    kept = MIXED == RowKind.NATIVE
+    assert torch.equal(routing.ids, torch.where(kept[:, None], native.ids, expected.ids))
+    weights = torch.where(kept[:, None], native.weights, expected.weights)
+    torch.testing.assert_close(routing.weights, weights, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "text", ["base:budget=8", "squared:budget=5,fill=executed", "base:budget=16", "oea:k0=1", "xshare:k0=1,m=3"]
 )
-def test_given_routes_are_recomputed(kind: str, text: str) -> None:
-    """Logits tie, the given ids break ties to the higher index, come in another order and type, and are not in choice
-    order; the given weights are marked, so that a recomputed one shows. The row that keeps its routes holds NaN, as
-    padding does in an engine that is switched off: nobody's business.
+def test_routes_of_the_model_are_used_as_they_are(kind: str, text: str) -> None:
+    """Logits tie; the model's ids break ties to the higher index, have another type and are not in choice order. Its
+    weights are scaled, so that recomputed ones would show. The NATIVE row holds NaN, as padding does in an engine
+    whose plugin is switched off; it is not counted.
     """
     problem = garbage(make_problem(kind, 5, 16, 3))
     problem.hidden[3, 0] = problem.logits[3, 1] = math.nan
     problem = dataclasses.replace(problem, logits=(problem.logits * 2).round() / 2)
-    policy, state = parse(text), torch.tensor([1, 0, 1, 2, 1], dtype=torch.int8)
+    policy, decode = parse(text), MIXED == RowKind.DECODE
     turned = problem.spec(
         problem.hidden.flip(-1), problem.logits.flip(-1), bias=None if problem.bias is None else problem.bias.flip(-1)
     )
     routes = (problem.spec.num_experts - 1 - turned.ids, turned.weights * 1.0001)
-    batch = problem.spec(problem.hidden, problem.logits, bias=problem.bias, live=state == 1, routes=routes)
-    wanted = policy(batch, problem.stats)
-    given = Routing(routes[0].to(torch.int32).to(DEVICE), routes[1].to(DEVICE))
-    given.ids[1], given.weights[3] = -1, 0.5  # as vLLM marks padding; and other than NaN
-    out = Routing(torch.full_like(given.ids, -7), torch.full_like(given.weights, 1e30))
-    to = [None if x is None else x.to(DEVICE) for x in (problem.hidden, problem.logits, state, problem.bias)]
+    batch = problem.spec(problem.hidden, problem.logits, bias=problem.bias, kind=decode, routes=routes)
+    expected = policy(batch, problem.stats)
+    native = Routing(routes[0].to(torch.int32).to(DEVICE), routes[1].to(DEVICE))
+    native.ids[1], native.weights[3] = -1, 0.5  # vLLM marks padding with -1; the weight is not NaN
+    out = Routing(torch.full_like(native.ids, -7), torch.full_like(native.weights, 1e30))
+    inputs = [None if x is None else x.to(DEVICE) for x in (problem.hidden, problem.logits, MIXED, problem.bias)]
     router = router_of(problem, policy)
-    router(*to, out=out, routes=given)
-    assert router.totals[FIELDS.index("nonfinite")] == 1  # the one row that votes
+    router(*inputs, out=out, routes=native)
+    assert router.totals[Counter.NONFINITE] == 1  # the DECODE row
 
     def spread(ids: Tensor, weights: Tensor) -> Tensor:
         return torch.zeros(5, 16).scatter_add(-1, ids.cpu().long(), weights.cpu())
 
-    kept = state == 2
-    assert torch.equal(out.ids[kept], given.ids[kept])
-    assert torch.equal(out.weights[kept], given.weights[kept])
-    found = spread(out.ids, out.weights)
-    torch.testing.assert_close(found[~kept], spread(*astuple(wanted))[~kept], rtol=3e-4, atol=1e-6, equal_nan=True)
-    assert set(out.ids[1].tolist()) <= set(wanted.ids[state == 1].flatten().tolist())
-    unchanged = (batch.ids.sort(-1).values == wanted.ids.sort(-1).values).all(-1) & (state == 1)
-    for row in unchanged.nonzero()[:, 0].tolist():
-        assert torch.equal(out.weights[row], given.weights[row])
+    kept = MIXED == RowKind.NATIVE
+    assert torch.equal(out.ids[kept], native.ids[kept])
+    assert torch.equal(out.weights[kept], native.weights[kept])
+    weights, expected_weights = spread(out.ids, out.weights), spread(expected.ids, expected.weights)
+    torch.testing.assert_close(weights[~kept], expected_weights[~kept], rtol=3e-4, atol=1e-6, equal_nan=True)
+    assert set(out.ids[1].tolist()) <= set(expected.ids[decode].flatten().tolist())
+    complete = (batch.ids.sort(-1).values == expected.ids.sort(-1).values).all(-1) & decode
+    for row in complete.nonzero()[:, 0].tolist():
+        assert torch.equal(out.weights[row], native.weights[row])
 
 
-def astuple(routing: Routing) -> tuple[Tensor, Tensor]:
-    return routing.ids, routing.weights
-
-
-def test_equal_sums_keep_other_than_the_lowest_experts() -> None:
+def test_equal_sums_keep_the_lowest_experts() -> None:
     problem = make_problem("softmax_renorm", 3, 12, 4)
     equal, policy = dataclasses.replace(problem, logits=torch.ones(3, 12)), parse("squared:budget=2")
-    found = run(router_of(equal, policy), equal)
-    assert found.ids.unique().tolist() == [0, 1]
+    routing = run(router_of(equal, policy), equal)
+    assert routing.ids.unique().tolist() == [0, 1]
     check(router_of(equal, policy), equal, policy)
 
 
-def test_hidden_size_of_several_blocks_loses_its_tail() -> None:
-    """2,500 inputs are read as a block of 2,048 and a part of one; the tail alone decides here."""
+def test_hidden_size_of_several_blocks_is_read_to_its_end() -> None:
+    """2,500 inputs are read as a full block of 2,048 and a partial one; here only the tail decides."""
     problem, d, g = make_problem("softmax_renorm", 4, 12, 3), 2500, torch.Generator().manual_seed(0)
     hidden, slope = torch.zeros(4, d), torch.zeros(12, d)
     hidden[:, 2300:], slope[:, 2300:] = torch.randn(4, 200, generator=g), 2 * torch.randn(12, 200, generator=g)
@@ -201,8 +198,8 @@ def test_hidden_size_of_several_blocks_loses_its_tail() -> None:
     assert not torch.equal(policy.active(flat.batch, flat.stats).mask, policy.active(wide.batch, stats).mask)
 
 
-def test_second_step_sees_what_the_first_left_behind() -> None:
-    """Buffers, arrival counts and budget are those of one router; rows, padding and contents change."""
+def test_steps_do_not_depend_on_the_steps_before() -> None:
+    """One router keeps its buffers, arrival counts and budget; rows, padding and contents change."""
     first = garbage(make_problem("softmax_renorm", 17, 16, 4))
     policy = parse("base:budget=6")
     router = router_of(first, policy, rows=20)
@@ -210,18 +207,18 @@ def test_second_step_sees_what_the_first_left_behind() -> None:
     second = make_problem("softmax_renorm", 3, 16, 4, seed=5)
     second = dataclasses.replace(second, stats=first.stats)
     check(router, second, policy)
-    for budget in (2, 99, 2):  # 99 leaves nothing out, which is another path
+    for budget in (2, 99, 2):  # 99 leaves nothing out, which takes the bypass
         router.set_budget(budget)
         check(router, second, parse(f"base:budget={budget}"))
-    again = dataclasses.replace(first, live=torch.zeros(17, dtype=torch.bool))
+    again = dataclasses.replace(first, kind=torch.zeros(17, dtype=torch.bool))
     assert (run(router, again).weights[torch.arange(17) != 2].nan_to_num() == 0).all()
     check(router, first, parse("base:budget=2"))
 
 
-def test_average_is_taken_for_the_budget_of_the_layer() -> None:
+def test_average_budget_becomes_the_budget_of_the_layer() -> None:
     problem, table = make_problem("softmax_renorm", 4, 12, 3), torch.tensor([3, 1, *range(3, 13)])
     uneven = dataclasses.replace(problem, stats=LayerStats({**problem.stats, "layer_budget": table}))
-    router = router_of(uneven, parse("spread:budget=2,fill=original"))
+    router = router_of(uneven, parse("spread:budget=2,fill=native"))
     assert run(router, uneven).ids.unique().numel() == 1
     router.set_budget(1)
     assert run(router, uneven).ids.unique().numel() == 3
@@ -229,20 +226,20 @@ def test_average_is_taken_for_the_budget_of_the_layer() -> None:
     check(router, uneven, parse("base:budget=12"))
 
 
-def test_price_of_an_average_is_not_that_of_the_layer() -> None:
+def test_average_budget_becomes_the_price_of_the_layer() -> None:
     problem = make_problem("softmax_renorm", 4, 12, 3)
     sums = problem.policy("base:budget=M").score(problem.batch, problem.stats).sum(0).sort(descending=True).values
     table = torch.tensor([2 * sums[0], (sums[2] + sums[3]) / 2, *[0.0] * 9, -math.inf])
     priced = dataclasses.replace(problem, stats=LayerStats({**problem.stats, "layer_price": table}))
-    router = router_of(priced, parse("price:budget=1,fill=original"))
-    for average, fetched in ((1, 1), (2, 3), (12, 12)):  # above every sum the largest stays
+    router = router_of(priced, parse("price:budget=1,fill=native"))
+    for average, fetched in ((1, 1), (2, 3), (12, 12)):  # a price above every sum leaves the largest
         router.set_budget(average)
         check(router, priced, parse(f"base:budget={fetched}"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("top_k", [3, 4])
-def test_program_with_two_routes_misses_one(kind: str, top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_with_two_routes_predicts_both(kind: str, top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "WIDE", 5 * top_k)
     problem, policy = garbage(make_problem(kind, 5, 12, top_k)), parse("base:budget=5")
     router = router_of(problem, policy)
@@ -254,28 +251,28 @@ def test_program_with_two_routes_misses_one(kind: str, top_k: int, monkeypatch: 
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_price_does_not_follow_the_traffic_as_the_torch_form_does(layers: int) -> None:
-    policy = parse("price:budget=3,hold=0.4,fill=original")
+def test_price_follows_the_traffic_as_the_torch_form_does(layers: int) -> None:
+    policy = parse("price:budget=3,hold=0.4,fill=native")
     problems = [make_problem("softmax_renorm", 5, 12, 3, seed=seed) for seed in range(layers)]
-    fused = [router_of(p, policy) for p in problems]
-    plain = [LayerRouter(policy, p.stats) for p in problems]
-    chain(fused)
-    chain(plain)
-    seen = set()
+    kernels = [router_of(p, policy) for p in problems]
+    references = [LayerRouter(policy, p.stats) for p in problems]
+    chain(kernels)
+    chain(references)
+    factors = set()
     for turn in range(12):
-        live = torch.tensor([True, turn != 3, turn != 3, turn % 5 != 3, False]) & (turn != 5)
-        for router, reference, problem in zip(fused, plain, problems, strict=True):
-            now = dataclasses.replace(problem, hidden=problem.hidden.roll(turn, 0), live=live)
+        decode = torch.tensor([True, turn != 3, turn != 3, turn % 5 != 3, False]) & (turn != 5)
+        for router, reference, problem in zip(kernels, references, problems, strict=True):
+            now = dataclasses.replace(problem, hidden=problem.hidden.roll(turn, 0), kind=decode)
             assert torch.equal(run(router, now).ids, reference(now.batch).ids)
             assert float(router.following) == pytest.approx(float(reference.following), rel=1e-12)
-            seen.add(round(float(reference.following), 9))
+            factors.add(round(float(reference.following), 9))
         if turn == 8:
-            for router in (*fused, *plain):
-                router.set_budget(12)  # all of them: the bypass hands the price on
+            for router in (*kernels, *references):
+                router.set_budget(12)  # all experts: the bypass passes the price on
         if turn == 9:
-            for router in (*fused, *plain):
+            for router in (*kernels, *references):
                 router.set_budget(3)
-    assert len(seen) > 5
+    assert len(factors) > 5
 
 
 def test_strided_and_half_precision_inputs_are_read_as_contiguous_float32() -> None:
@@ -290,25 +287,25 @@ def test_strided_and_half_precision_inputs_are_read_as_contiguous_float32() -> N
 
     wide = dataclasses.replace(half, hidden=strided(half.hidden), logits=strided(half.logits))
     assert not wide.hidden.is_contiguous()
-    wanted, found = policy(half.batch, half.stats), run(router_of(half, policy), wide)
-    assert torch.equal(found.ids, wanted.ids)
-    torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-5, atol=1e-6)
+    expected, routing = policy(half.batch, half.stats), run(router_of(half, policy), wide)
+    assert torch.equal(routing.ids, expected.ids)
+    torch.testing.assert_close(routing.weights, expected.weights, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_policy_without_a_kernel_does_not_name_its_piece(name: str) -> None:
+@pytest.mark.parametrize("name", METHODS)
+def test_policies_without_a_kernel_name_the_part_that_lacks_it(name: str) -> None:
     fused = {"router_mass", "squared", "static", "base", "oea", "xshare", "moe_spec", "spread", "price", "base_ep"}
-    policy = parse(EXAMPLES[name])
+    policy = parse(METHODS[name].example)
     if name in fused:
         assert lower(policy).has_budget == (name != "oea")
         return
-    pieces = [type(piece).__name__ for piece in (policy.score, policy.select, policy.fill)]
-    with pytest.raises(NotFusedError, match=rf"^{name}.*no kernel for the .*({'|'.join(pieces)})"):
+    parts = [type(part).__name__ for part in (policy.score, policy.select, policy.fill)]
+    with pytest.raises(NotFusedError, match=rf"^{name}.*no kernel for the .*({'|'.join(parts)})"):
         lower(policy)
 
 
 @pytest.mark.parametrize(
-    ("text", "piece"),
+    ("text", "part"),
     [
         ("base:budget=4,fill=substitute", "fill"),
         ("base:budget=4,fill=preserved", "fill"),
@@ -325,12 +322,12 @@ def test_policy_without_a_kernel_does_not_name_its_piece(name: str) -> None:
         ("xshare:k0=1,m=2,m_request=1", "WarmUp.*m_request=1"),
     ],
 )
-def test_setting_without_a_kernel_is_taken_for_one_that_has_it(text: str, piece: str) -> None:
-    with pytest.raises(NotFusedError, match=f"no kernel for the .*{piece}"):
+def test_settings_without_a_kernel_are_refused(text: str, part: str) -> None:
+    with pytest.raises(NotFusedError, match=f"no kernel for the .*{part}"):
         lower(parse(text))
 
 
-def test_missing_triton_is_not_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_triton_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(moebudget.kernels, "route", raising=False)
     monkeypatch.setitem(sys.modules, "moebudget.kernels.route", None)
     problem = make_problem("softmax_renorm", 4, 12, 3)
@@ -338,18 +335,18 @@ def test_missing_triton_is_not_explained(monkeypatch: pytest.MonkeyPatch) -> Non
         router_of(problem, parse("base:budget=4"))
 
 
-def test_wrong_input_reaches_the_kernel() -> None:
+def test_wrong_inputs_are_refused() -> None:
     problem = make_problem("softmax_renorm", 4, 12, 3)
     router = router_of(problem, parse("base:budget=4"))
     hidden, logits = problem.hidden.to(DEVICE), problem.logits.to(DEVICE)
-    for arguments, says in (
-        ((hidden[:, :3], logits), r"hidden has shape \(4, 3\), this layer expects \(4, 6\)"),
+    for arguments, message in (
+        ((hidden[:, :3], logits), r"hidden has shape \(4, 3\), but this layer expects \(4, 6\)"),
         ((hidden, logits[:, :9]), r"logits has shape \(4, 9\)"),
-        ((hidden, logits, torch.ones(3, dtype=torch.bool, device=DEVICE)), "live has shape"),
+        ((hidden, logits, torch.ones(3, dtype=torch.bool, device=DEVICE)), "kind has shape"),
         ((hidden.T.contiguous().T, logits), "contiguous in its last dimension"),
         ((hidden.repeat(2, 1), logits.repeat(2, 1)), "8 rows exceed max_rows=4"),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             router(*arguments)
     with pytest.raises(MissingStatisticError, match="predictor_bias"):
         FusedRouter(parse("base:budget=4"), problem.spec, hidden=6, max_rows=4, device=DEVICE)

@@ -1,4 +1,4 @@
-"""The page of `moebudget report`: self-contained, every plotted number from a row, broken rows named."""
+"""The page of `moebudget report`: self-contained, with every number from a row, and errors that name broken rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from moebudget.report import build, read_rows
 from moebudget.report.page import sections
 from moebudget.report.rows import family, groups
-from tests.test_cli import refused, run
+from tests.cli.test_cli import refused, run
 
 STAMP = {
     "date": "2026-11-29T20:00:00Z", "commit": "abc", "command": "moebudget eval <x>", "device": "NVIDIA H200",
@@ -27,7 +27,7 @@ MODEL = "a <b>model</b> & more"
 def quality(policy: str, fetched: float, loss: float, tasks: float | None = None, **more: Any) -> dict[str, Any]:
     row = {
         "bench": "quality", "model": MODEL, "B": 16, "policy": policy, "fetched": fetched, "native_union": 36.0,
-        "nll": 3.5 + loss, "dense_nll": 3.5, "nll_delta_ci95": 0.02 if loss else 0.0, "task_avg": tasks,
+        "nll": 3.5 + loss, "native_nll": 3.5, "nll_delta_ci95": 0.02 if loss else 0.0, "task_avg": tasks,
         "task_ci95": None if tasks is None else 2.5, "task_fetched": None if tasks is None else fetched / 2,
         "tokens": 40800, "items": 540, "fetched_by_layer": [fetched - 1, fetched + 1],
     }  # fmt: skip
@@ -36,39 +36,37 @@ def quality(policy: str, fetched: float, loss: float, tasks: float | None = None
 
 @cache
 def rows() -> tuple[dict[str, Any], ...]:
-    found = [quality("dense", 36.0, 0.0, 87.2)]
-    found += [
-        quality(f"base:budget={m}", m, loss, t) for m, loss, t in ((8, 0.61, 78), (10, 0.41, 86), (16, 0.12, 87))
-    ]
-    found += [quality("oea:k0=1", 11.3, 0.567, 56), quality("topk:k=2", 18.0, 0.842, 55)]
-    found += [quality("static:budget=10", 10.0, 0.456, 83), quality("squared:budget=10", 10.0, 0.557, 79)]
-    found += [quality("oracle:budget=10", 10.0, 0.346, 87)]
+    made = [quality("native", 36.0, 0.0, 87.2)]
+    made += [quality(f"base:budget={m}", m, loss, t) for m, loss, t in ((8, 0.61, 78), (10, 0.41, 86), (16, 0.12, 87))]
+    made += [quality("oea:k0=1", 11.3, 0.567, 56), quality("topk:k=2", 18.0, 0.842, 55)]
+    made += [quality("static:budget=10", 10.0, 0.456, 83), quality("squared:budget=10", 10.0, 0.557, 79)]
+    made += [quality("oracle:budget=10", 10.0, 0.346, 87)]
     timed = {"engine": "vllm", "model": "qwen3-30b", "weights": "random", "B": 16, "native_union": 79.3, **STAMP}
     for budget, fetched, ms in ((128, 79.3, 12.6), (16, 16.0, 6.1), (10, 10.0, 5.6)):
-        found.append({"bench": "decode", "M": budget, "fetched": fetched, "tpot_ms": ms, **timed})
-    found.append({"bench": "decode_fit", "a_ms": 4.7, "b_ms": 0.1, "r2": 0.99, "at_union": 48.0, **timed})
+        made.append({"bench": "decode", "M": budget, "fetched": fetched, "tpot_ms": ms, **timed})
+    made.append({"bench": "decode_fit", "a_ms": 4.7, "b_ms": 0.1, "r2": 0.99, "at_union": 48.0, **timed})
     for t in (1, 16):
         times = {"us_native": 2.0, "us_added": 3.0 + t, "us_torch": 200.0 + t, "us_torch_native": 15.0}
-        found.append(
+        made.append(
             {"bench": "routing", "model": "qwen3-30b", "policy": "base:budget=10", "T": t, "us_floor": 1.0}
             | times
             | STAMP
         )
-    copies = {"bytes": [65536, 1048576], "us": [11.0, 29.0], "t0_us": 9.5, "gb_a_second": 55.0}
-    found.append({"bench": "transfers", "largest_relative_error": 0.4, **copies, **STAMP})
+    copies = {"bytes": [65536, 1048576], "us": [11.0, 29.0], "t0_us": 9.5, "gb_per_s": 55.0}
+    made.append({"bench": "transfers", "largest_relative_error": 0.4, **copies, **STAMP})
     for batching, tasks in (("constant", 60.0), ("draining", 66.0)):
-        more = {"rows_a_step": 13.0, "fetched": 5.0, "task_avg": tasks, "task_ci95": 2.0, "batching": batching}
-        found.append({"bench": "draining", "model": MODEL, "policy": "base:budget=5", **more, **STAMP})
-    return tuple(found)
+        more = {"rows_per_step": 13.0, "fetched": 5.0, "task_avg": tasks, "task_ci95": 2.0, "batching": batching}
+        made.append({"bench": "draining", "model": MODEL, "policy": "base:budget=5", **more, **STAMP})
+    return tuple(made)
 
 
-def written(path: Path, some: Any) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in some), encoding="utf-8")
+def written(path: Path, documents: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in documents), encoding="utf-8")
     return path
 
 
-def figures(some: Any) -> dict[str, Any]:
-    return {chart.name: chart for section in sections(some) for chart in section.charts}
+def figures(documents: Any) -> dict[str, Any]:
+    return {chart.name: chart for section in sections(documents) for chart in section.charts}
 
 
 @cache
@@ -83,12 +81,12 @@ def named(part: str) -> Any:
 
 def bars(chart: Any) -> set[tuple[float, ...]]:
     """(x, y, half length) of every point with an error bar."""
-    found = set()
+    points = set()
     for container in chart.figure.axes[0].containers:
         data, _, lines = container
         for (x, y), segment in zip(data.get_xydata().tolist(), lines[0].get_segments(), strict=True):
-            found.add((round(x, 6), round(y, 6), round(float(abs(segment[1] - segment[0]).max()) / 2, 6)))
-    return found
+            points.add((round(x, 6), round(y, 6), round(float(abs(segment[1] - segment[0]).max()) / 2, 6)))
+    return points
 
 
 def dots(chart: Any) -> set[tuple[float, float]]:
@@ -135,23 +133,23 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return (folder / "new" / "page.html").read_text(encoding="utf-8"), folder
 
 
-def test_page_loads_something_from_elsewhere(page: tuple[str, Path]) -> None:
-    found = Page(page[0])
-    assert found.assets
-    assert all(asset.startswith("#") for asset in [*found.assets, *found.references])
-    assert not found.tags & {"script", "link", "img", "iframe", "object", "base"}
+def test_page_loads_nothing(page: tuple[str, Path]) -> None:
+    parsed = Page(page[0])
+    assert parsed.assets
+    assert all(asset.startswith("#") for asset in [*parsed.assets, *parsed.references])
+    assert not parsed.tags & {"script", "link", "img", "iframe", "object", "base"}
     assert "@import" not in page[0]
     assert re.findall(r"https?://[^\s\"']*", page[0].replace("http://www.w3.org/", "")) == []
 
 
-def test_ids_of_two_plots_meet(page: tuple[str, Path]) -> None:
-    found = Page(page[0])
-    assert len(found.ids) == len(set(found.ids))
-    for asset in [*found.assets, *found.references]:
-        assert asset.removeprefix("#") in found.ids
+def test_ids_of_all_plots_are_unique(page: tuple[str, Path]) -> None:
+    parsed = Page(page[0])
+    assert len(parsed.ids) == len(set(parsed.ids))
+    for asset in [*parsed.assets, *parsed.references]:
+        assert asset.removeprefix("#") in parsed.ids
 
 
-def test_plot_does_not_follow_a_dark_page(page: tuple[str, Path]) -> None:
+def test_plots_follow_the_colours_of_the_page(page: tuple[str, Path]) -> None:
     style, _, rest = page[0].partition("</style>")
     assert "prefers-color-scheme: dark" in style
     assert not re.search(r"#(14181d|66707b|dfe3e7|fefefe|000000|ffffff)\b", rest)
@@ -159,51 +157,52 @@ def test_plot_does_not_follow_a_dark_page(page: tuple[str, Path]) -> None:
     assert used <= set(re.findall(r"(--\w+):", style))
 
 
-def test_name_in_a_row_becomes_markup(page: tuple[str, Path]) -> None:
+def test_names_in_rows_are_escaped(page: tuple[str, Path]) -> None:
     assert "b" not in Page(page[0]).tags
     assert "a &lt;b&gt;model&lt;/b&gt; &amp; more" in page[0]
     assert "moebudget eval &lt;x&gt;" in page[0]
 
 
-def test_loss_is_plotted_elsewhere_than_its_row_says() -> None:
+def test_plotted_losses_are_those_of_the_rows() -> None:
     expected = {
-        (row["fetched"], round(row["nll"] - row["dense_nll"], 6), row["nll_delta_ci95"])
+        (row["fetched"], round(row["nll"] - row["native_nll"], 6), row["nll_delta_ci95"])
         for row in rows()
-        if row["bench"] == "quality" and row["policy"] != "dense"
+        if row["bench"] == "quality" and row["policy"] != "native"
     }
     assert len(expected) == 8
     assert bars(named("quality.*-loss")) == expected
 
 
-def test_task_accuracy_is_plotted_elsewhere_than_its_row_says() -> None:
-    mine = [row for row in rows() if row["bench"] == "quality" and row["policy"] != "dense"]
-    assert bars(named("quality.*-tasks")) == {(row["task_fetched"], row["task_avg"], 2.5) for row in mine}
+def test_plotted_task_accuracies_are_those_of_the_rows() -> None:
+    policies = [row for row in rows() if row["bench"] == "quality" and row["policy"] != "native"]
+    assert bars(named("quality.*-tasks")) == {(row["task_fetched"], row["task_avg"], 2.5) for row in policies}
 
 
-def test_time_of_another_model_ignores_the_union() -> None:
+def test_time_of_another_model_is_read_at_the_share_of_the_union() -> None:
     expected = {round(4.7 + 0.1 * 48.0 * m / 36.0, 6) for m in (8, 10, 11.3, 16, 18)}
     chart = named("quality.*-time")
     assert {x for x, _, _ in bars(chart)} == expected
     assert "Not a measurement of these policies" in chart.text
+    assert "share of the native union" in chart.text
     same = [{**row, "model": "qwen3-30b"} if row["bench"] == "quality" else row for row in rows()]
-    (other,) = [c for name, c in figures(same).items() if name.endswith("-time")]
-    assert {x for x, _, _ in bars(other)} == {round(4.7 + 0.1 * m, 6) for m in (8, 10, 11.3, 16, 18)}
-    assert "share of its native union" not in other.text
+    (same_model,) = [c for name, c in figures(same).items() if name.endswith("-time")]
+    assert {x for x, _, _ in bars(same_model)} == {round(4.7 + 0.1 * m, 6) for m in (8, 10, 11.3, 16, 18)}
+    assert "share of the native union" not in same_model.text
 
 
-def test_flat_line_prices_experts() -> None:
+def test_flat_line_does_not_price_experts() -> None:
     flat = {"b_ms": -0.001, "r2": 0.002, "model": MODEL, "date": "2026-11-30T00:00:00Z", "at_union": 79.3}
     line = next(row for row in rows() if row["bench"] == "decode_fit")
-    found = figures([*rows(), {**line, **flat}])
-    (chart,) = [chart for name, chart in found.items() if name.endswith("-time")]
+    charts = figures([*rows(), {**line, **flat}])
+    (chart,) = [chart for name, chart in charts.items() if name.endswith("-time")]
     assert "qwen3-30b" in chart.text
     alone = figures([{**row, "b_ms": -0.001, "r2": 0.002} if row is line else row for row in rows()])
     assert not [name for name in alone if name.endswith("-time")]
     assert alone["latency-qwen3-30b-16"].title.startswith("Fewer experts do not make this step faster: -1.0 µs")
 
 
-def test_times_on_two_gpus_are_drawn_among_those_of_one() -> None:
-    one = [
+def test_times_on_two_gpus_are_left_out_of_the_charts() -> None:
+    single = [
         {**row, "policy": "base:budget=16", "fetched_by_layer": [row["fetched"]] * 2}
         if row["bench"] == "decode"
         else row
@@ -211,19 +210,19 @@ def test_times_on_two_gpus_are_drawn_among_those_of_one() -> None:
     ]
     later = {"tp": 2, "ep": 2, "date": "2026-12-31T00:00:00Z"}
     two = [
-        {**row, **later, "tpot_ms": 99.0, "fetched": 1.0, "fetched_by_layer": [1.0] * 2, "b_ms": 7.0} for row in one
+        {**row, **later, "tpot_ms": 99.0, "fetched": 1.0, "fetched_by_layer": [1.0] * 2, "b_ms": 7.0} for row in single
     ]
-    mixed, alone = figures([*one, *(r for r in two if r["bench"] in ("decode", "decode_fit"))]), figures(one)
+    mixed, alone = figures([*single, *(r for r in two if r["bench"] in ("decode", "decode_fit"))]), figures(single)
     assert {name: chart.cells for name, chart in mixed.items()} == {name: c.cells for name, c in alone.items()}
     assert {name: chart.title for name, chart in mixed.items()} == {name: c.title for name, c in alone.items()}
 
 
-def test_time_of_another_batch_size_is_used() -> None:
-    other = [{**row, "B": 32} if row["bench"] == "decode_fit" else row for row in rows()]
-    assert not [name for name in figures(other) if name.endswith("-time")]
+def test_time_of_another_batch_size_is_not_used() -> None:
+    larger = [{**row, "B": 32} if row["bench"] == "decode_fit" else row for row in rows()]
+    assert not [name for name in figures(larger) if name.endswith("-time")]
 
 
-def test_measured_times_are_plotted_elsewhere_than_their_rows_say() -> None:
+def test_plotted_times_are_those_of_the_rows() -> None:
     latency = named("latency")
     assert dots(latency) == {(79.3, 12.6), (16.0, 6.1), (10.0, 5.6)}
     (line,) = [line for line in latency.figure.axes[0].lines if line.get_label() == "line"]
@@ -236,7 +235,7 @@ def test_measured_times_are_plotted_elsewhere_than_their_rows_say() -> None:
     assert dots(named("layers")) == {(i, f - 1 + 2 * i) for f in (36, 8, 10, 16, 11.3, 18) for i in (0, 1)}
 
 
-def test_ranking_leaves_out_a_policy_or_misplaces_it() -> None:
+def test_ranking_holds_every_policy_in_order_of_loss() -> None:
     chart = named("-at-10.0")
     names = [label.get_text() for label in chart.figure.axes[0].get_yticklabels()]
     order = ["oracle", "base", "static", "squared"]
@@ -244,30 +243,30 @@ def test_ranking_leaves_out_a_policy_or_misplaces_it() -> None:
     assert [(x, y) for x, y, _ in sorted(bars(chart), key=lambda bar: bar[1])] == [
         (0.346, 0), (0.41, 1), (0.456, 2), (0.557, 3),
     ]  # fmt: skip
-    assert chart.title == "At about 10.0 experts: base:budget=10 loses least, 0.41 ± 0.02 nats a token"
+    assert chart.title == "At about 10.0 experts: base:budget=10 loses least, 0.41 ± 0.02 nats per token"
 
 
-def test_finding_is_said_that_the_intervals_do_not_carry() -> None:
+def test_titles_mention_overlapping_and_wide_intervals() -> None:
     wide = [{**row, "nll_delta_ci95": 0.03} if row["policy"] == "static:budget=10" else row for row in rows()[:9]]
     (chart,) = [chart for name, chart in figures(wide).items() if "-at-10" in name]
-    assert chart.title.endswith("; 1 more interval reaches as low")
+    assert chart.title.endswith("; 1 other interval overlaps with it")
     few = [{**row, "task_ci95": 31.0} for row in rows()[:9]]
     (tasks,) = [chart for name, chart in figures(few).items() if name.endswith("-tasks")]
-    assert tasks.title == "Too few task items to tell policies apart: intervals of more than ± 10 points"
+    assert tasks.title == "Too few task items to tell policies apart: intervals above ± 10 points"
 
 
-def test_table_shows_other_numbers_than_the_rows(page: tuple[str, Path]) -> None:
+def test_table_shows_the_numbers_of_the_rows(page: tuple[str, Path]) -> None:
     cells = Page(page[0]).cells
     for row in rows():
-        if row["bench"] == "quality" and row["policy"] != "dense":
+        if row["bench"] == "quality" and row["policy"] != "native":
             place = cells.index(row["policy"])
-            loss = row["nll"] - row["dense_nll"]
+            loss = row["nll"] - row["native_nll"]
             assert cells[place + 1] == f"{row['fetched']:.2f}"
             assert cells[place + 2] == f"{loss:.4f} ± {row['nll_delta_ci95']:.4f}"
 
 
-def test_row_is_left_out_of_the_origins(page: tuple[str, Path]) -> None:
-    origins = Page(page[0].partition("Where the rows come from</h2>")[2]).cells
+def test_origins_count_every_row(page: tuple[str, Path]) -> None:
+    origins = Page(page[0].partition("Origin of the rows</h2>")[2]).cells
     kinds = sorted({row["bench"] for row in rows()})
     counts = [str(sum(row["bench"] == kind for row in rows())) for kind in kinds]
     assert origins[0::7] == kinds
@@ -278,11 +277,11 @@ def test_row_is_left_out_of_the_origins(page: tuple[str, Path]) -> None:
     }
 
 
-def test_old_row_wins_or_other_text_is_mixed_in() -> None:
+def test_newest_row_of_each_policy_and_text_is_drawn() -> None:
     newer = quality("base:budget=10", 10.0, 0.3, date="2026-11-30T00:00:00Z")
     other_text = quality("base:budget=10", 10.0, 0.9, tokens=100)
-    (mine,) = [g for g in groups([newer, *rows(), other_text]) if g.tokens == 40800]
-    (row,) = [r for r in mine.rows if r["policy"] == "base:budget=10"]
+    (group,) = [g for g in groups([newer, *rows(), other_text]) if g.tokens == 40800]
+    (row,) = [r for r in group.rows if r["policy"] == "base:budget=10"]
     assert row["nll"] == 3.8
 
 
@@ -293,25 +292,25 @@ def test_old_row_wins_or_other_text_is_mixed_in() -> None:
         ("lynx:alpha=0.2,beta=1", "lynx"), ("skip", "skip"),
     ],
 )  # fmt: skip
-def test_line_joins_other_policies(policy: str, expected: str) -> None:
+def test_line_joins_the_settings_of_one_family(policy: str, expected: str) -> None:
     assert family({"policy": policy}) == expected
     assert family({"policy": policy, "method": "X"}) == "X"
 
 
 @pytest.mark.parametrize("bench", ["quality", "decode", "routing", "transfers", "draining"])
-def test_missing_kind_stops_the_page(bench: str, tmp_path: Path) -> None:
-    mine = [row for row in rows() if row["bench"].startswith(bench)]
-    made = build([written(tmp_path / "some.jsonl", mine)], tmp_path / "page.html")
-    assert made["rows"] == len(mine)
+def test_page_is_made_from_rows_of_one_kind(bench: str, tmp_path: Path) -> None:
+    of_kind = [row for row in rows() if row["bench"].startswith(bench)]
+    made = build([written(tmp_path / "some.jsonl", of_kind)], tmp_path / "page.html")
+    assert made["rows"] == len(of_kind)
     assert made["charts"]
 
 
-def test_plots_are_missing_from_the_folder(page: tuple[str, Path]) -> None:
+def test_every_plot_is_written_to_the_folder(page: tuple[str, Path]) -> None:
     names = {path.name for path in (page[1] / "plots").iterdir()}
     assert names == {f"{chart}.{kind}" for chart in drawn() for kind in ("svg", "png")}
 
 
-def test_list_that_json_writes_is_refused(tmp_path: Path) -> None:
+def test_json_list_is_read(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(list(rows()), indent=1), encoding="utf-8")
     assert read_rows([path]) == list(rows())
@@ -324,7 +323,7 @@ def spoiled(**changes: Any) -> str:
 
 
 BROKEN = {
-    "empty": ("", ("rows.jsonl", "holds no rows")),
+    "empty": ("", ("rows.jsonl", "has no rows")),
     "no JSON": (spoiled() + "\n{'a': 1}\n", ("rows.jsonl", "line 2", "not JSON")),
     "no object": ("\n" + spoiled() + "\n[1]\n".replace("[1]", "7"), ("line 3", "JSON object", "int")),
     "no kind": (spoiled(bench="gone"), ("line 1", "'bench'", "missing")),
@@ -340,7 +339,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_broken_row_is_not_named(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_broken_row_is_named(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, parts = BROKEN[case]
     path = tmp_path / "rows.jsonl"
     path.write_text(text, encoding="utf-8")
@@ -348,14 +347,14 @@ def test_broken_row_is_not_named(case: str, tmp_path: Path, capsys: pytest.Captu
     assert not (tmp_path / "page.html").exists()
 
 
-def test_wrong_place_is_found_out_after_drawing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    refused(["report", tmp_path / "none.jsonl"], capsys, "no file of rows", "none.jsonl")
+def test_wrong_path_is_refused_before_drawing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(["report", tmp_path / "none.jsonl"], capsys, "there is no file of rows", "none.jsonl")
     refused(["report", written(tmp_path / "a.jsonl", rows()), "-o", tmp_path], capsys, "is a folder", "report.html")
 
 
-def test_rows_of_the_repository_cannot_be_read_or_overwrite_each_other() -> None:
-    """`moebudget report benchmarks/results/*.jsonl`, as the docs have it; allocations stay apart."""
-    found = read_rows(sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.jsonl")))
-    assert len(found) > 1000
-    for group in groups(found):
+def test_rows_of_the_repository_can_be_read_and_grouped() -> None:
+    """As `moebudget report benchmarks/results/*.jsonl` in the docs; rows of allocations are left out of the groups."""
+    committed = read_rows(sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.jsonl")))
+    assert len(committed) > 1000
+    for group in groups(committed):
         assert all(row.get("allocated_on") is None and row.get("domain") is None for row in group.rows)

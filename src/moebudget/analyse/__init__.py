@@ -1,4 +1,4 @@
-"""The analyses behind removal costs, on any model: geometry of expert outputs, ablations, batch size, draining."""
+"""Studies of what removal costs assume, on any model: geometry of expert outputs, ablations, batch size, draining."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How nearly orthogonal co-routed experts are, and what dropping the cross terms of the error costs.
+"""Geometry of co-routed experts: how orthogonal their outputs are, and the cost of ignoring cross terms of the error.
 
-The study behind BASE's additive removal cost (https://arxiv.org/abs/2609.36222, sections 3.1 and 4, figure 1), on the
-unchanged model's states: a decode batch is `batch` windows at one position.
+The study behind BASE's additive removal cost (https://arxiv.org/abs/2609.36222, sections 3.1 and 4, figure 1), on
+hidden states of native routing: a decode batch is `batch` windows at one position.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moebudget.integrations.observe import observe_routes
+from moebudget.engines.transformers.observe import observe_routes
 
 COSINE_BINS = 100
-FEWEST = 100  # samples of a bin that takes part in the fit
+FEWEST = 100  # least samples of a bin that takes part in the fit
 TINY = 1e-300
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Results over the inner layers (all but the first and the last) for cosines and fit, over all for the ratio."""
+    """Results: cosines and fit over the inner layers (all but the first and the last), the ratio over all layers."""
 
     batch: int
     budget: int
@@ -32,11 +32,11 @@ class Geometry:
     omitted: tuple[tuple[int, int, float, float], ...]  # |U|, tokens, mean rho, mean effective size
     cbar: float  # slope of rho - 1 = cbar (U_eff - 1)
     fit_error: float  # largest |fitted - mean rho| / mean rho over the bins
-    identity_error: float  # largest |rho - 1 - cbar_t (U_eff - 1)| over tokens; rounding alone
+    identity_error: float  # largest |rho - 1 - cbar_t (U_eff - 1)| over tokens; only rounding
     ratio: dict[str, float]  # p50, p95, p99 of Err(additive set) / Err(greedy set with cross terms)
 
     def as_row(self, model: str) -> dict[str, Any]:
-        """The fields of a line in benchmarks/results/analysis.jsonl, without the stamp."""
+        """The fields of a row in benchmarks/results/analysis.jsonl, without the stamp."""
         return {
             "bench": "geometry",
             "model": model,
@@ -55,7 +55,7 @@ class Geometry:
 
 
 class _Sums:
-    """Streamed over layers and batches."""
+    """Running sums over layers and batches."""
 
     def __init__(self, layers: int, top_k: int, device: torch.device) -> None:
         self.histogram = torch.zeros(COSINE_BINS, dtype=torch.float64, device=device)
@@ -67,12 +67,12 @@ class _Sums:
 
 @torch.no_grad()
 def geometry(model: nn.Module, windows: Tensor, *, budget: int, batch: int = 16) -> Geometry:
-    """Run the study on windows [n, S + 1]; `budget` is that of the additive against the greedy selection.
+    """Run the study on windows [n, S + 1]; `budget` is the size of the additive and the greedy set.
 
     A is the union of the rows' first routes, U_t the routes of row t outside it, a_tu = w_tu E_u(z_t):
     rho_t = |sum_U a|^2 / sum_U |a|^2, U_eff = (sum_U |a|)^2 / sum_U |a|^2 and, exactly, rho_t - 1 = cbar_t (U_eff - 1)
-    with cbar_t the mean cosine over pairs of U weighted by |a_u| |a_v|. Raises ValueError for fewer windows than a
-    batch or a budget below 1.
+    with cbar_t the mean cosine over pairs of U weighted by |a_u| |a_v|. Raises ValueError for fewer windows than
+    `batch` or a budget below 1.
     """
     if len(windows) < batch:
         raise ValueError(f"{len(windows)} windows are fewer than the batch of {batch}: give more text")
@@ -129,9 +129,9 @@ def _omissions(sums: _Sums, ids: Tensor, error: Tensor, experts: int) -> None:
     weight = norm.sum(-1).square() - additive  # sum over u != v of |a_u| |a_v|
     cbar = (pair.sum((-2, -1)) - additive) / weight.clamp_min(TINY)
     omitted = out.sum(-1)
-    some = (omitted > 1) & (additive > 0)
+    valid = (omitted > 1) & (additive > 0)
     gap = (rho - 1 - cbar * (size - 1)).abs()
-    sums.identity = torch.maximum(sums.identity, torch.where(some, gap, 0.0).max())
+    sums.identity = torch.maximum(sums.identity, torch.where(valid, gap, 0.0).max())
     for total, value in ((sums.count, torch.ones_like(rho)), (sums.rho, rho), (sums.size, size)):
         total += torch.bincount(omitted.flatten(), value.flatten(), minlength=len(total))
 
@@ -140,7 +140,7 @@ def error_ratio(ids: Tensor, error: Tensor, experts: int, budget: int) -> Tensor
     """ids [S, B, K], error [S, B, K, K] the Gram matrices of the weighted outputs -> Err(A_add) / Err(A_cross) [S].
 
     Err(A) = sum_t |sum_{u in R_t outside A} a_tu|^2. A_add holds the `budget` largest sum_t |a_tu|^2; A_cross starts
-    empty and takes, one at a time, the expert that lowers Err most (BASE, section 4). Steps that lose nothing: 1.
+    empty and adds, one at a time, the expert that lowers Err most (BASE, section 4). 1 for steps that lose nothing.
     """
     steps = ids.shape[0]
 
@@ -159,8 +159,8 @@ def error_ratio(ids: Tensor, error: Tensor, experts: int, budget: int) -> Tensor
     greedy = torch.zeros_like(additive)
     for _ in range(min(budget, experts)):
         out = ~greedy[:, None].expand(-1, ids.shape[1], -1).gather(-1, ids)
-        rest = (error * out[..., None, :]).sum(-1)  # <a_u, what is still left out>
-        gain = per_expert(2 * rest - energy).masked_fill(greedy, -torch.inf)
+        residual = (error * out[..., None, :]).sum(-1)  # <a_u, sum of the a_v still left out>
+        gain = per_expert(2 * residual - energy).masked_fill(greedy, -torch.inf)
         best = gain.argmax(-1, keepdim=True)
         greedy = greedy.scatter(-1, best, True)
     most, least = lost(additive), lost(greedy)

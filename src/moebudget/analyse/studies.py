@@ -1,4 +1,4 @@
-"""Ablations on top of `evaluate`: selection rule, fill, batch size, constant against draining batches."""
+"""Ablation studies: selection rule, fill, batch size, constant against draining batches."""
 
 from __future__ import annotations
 
@@ -10,32 +10,23 @@ from torch import Tensor, nn
 
 from moebudget.analyse.geometry import geometry
 from moebudget.calibrate.data import TokenizerLike
-from moebudget.evaluate.report import Quality, evaluate
+from moebudget.core.policy import Policy, Score
+from moebudget.core.stats import Stats, require_stats
+from moebudget.evaluate.quality import Quality, evaluate
 from moebudget.evaluate.tasks import Item, TaskResult, evaluate_tasks
 from moebudget.evaluate.text import evaluate_text
-from moebudget.fill import Backfill
-from moebudget.policy import Policy
-from moebudget.presets import dense, parse
-from moebudget.rival_selects import UnionSize
-from moebudget.score import (
-    NonlinearEnergy,
-    PredictedEnergy,
-    RouteRank,
-    RouterMass,
-    Score,
-    SquaredWeight,
-    StaticEnergy,
-    TrueEnergy,
-)
-from moebudget.select import Voted
-from moebudget.stats import Stats, require_stats
+from moebudget.methods.base import NonlinearEnergy, PredictedEnergy, SquaredWeight, StaticEnergy, TrueEnergy, UnionSize
+from moebudget.methods.common import RouteRank, RouterMass, Voted
+from moebudget.methods.fills import Backfill
+from moebudget.methods.native import native
+from moebudget.methods.registry import parse
 
 BATCHES = (8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What every study runs on: a model, its statistics, held-out windows [n, S + 1] and, if there are any, items."""
+    """Inputs of every study: a model, its statistics, held-out windows [n, S + 1] and optionally task items."""
 
     model: nn.Module
     name: str
@@ -49,7 +40,7 @@ class Setting:
     quiet: bool = False
 
     def evaluate(self, policies: Sequence[Policy], study: str) -> list[dict[str, Any]]:
-        """Rows of the policies, with loss, agreement, retained energy and, where there are items, tasks."""
+        """Rows of the policies, with loss, agreement, retained energy and, if there are items, task accuracy."""
         rows = evaluate(
             self.model, policies, self.stats, self.windows, items=self.items, tokenizer=self.tokenizer,
             start_id=self.start_id, batch=self.batch, quiet=self.quiet,
@@ -66,7 +57,7 @@ def study_geometry(s: Setting) -> list[dict[str, Any]]:
 
 
 def study_selection(s: Setting) -> list[dict[str, Any]]:
-    """Selection rules with the same budget at every step, the size of the top-1 union; fill `original`.
+    """Selection rules with the same budget at every step, the size of the top-1 union; denominator `native`.
 
     BASE, https://arxiv.org/abs/2609.36222, section 5, table 2.
     """
@@ -78,47 +69,46 @@ def study_selection(s: Setting) -> list[dict[str, Any]]:
         ("nonlinear", NonlinearEnergy()),
         ("oracle", TrueEnergy()),
     )
-    first = Policy(RouteRank(1), Voted(), Backfill("original"), "top-1 union")
-    return s.evaluate(
-        [first, *(Policy(rule, UnionSize(1), Backfill("original"), n) for n, rule in rules)], "selection"
-    )
+    first = Policy(RouteRank(1), Voted(), Backfill("native"), "top-1 union")
+    return s.evaluate([first, *(Policy(rule, UnionSize(1), Backfill("native"), n) for n, rule in rules)], "selection")
 
 
 def study_fill(s: Setting) -> list[dict[str, Any]]:
-    """BASE's set with every fill: drop, substitute, backfill with three denominators (BASE, section 5)."""
-    fills = ("original", "executed", "preserved", "drop", "substitute")
+    """BASE's active set with every fill: drop, substitute, backfill with three denominators (BASE, section 5)."""
+    fills = ("native", "executed", "preserved", "drop", "substitute")
     return s.evaluate([parse(f"base:budget={s.budget},fill={fill}") for fill in fills], "fill")
 
 
 def study_batch(s: Setting) -> list[dict[str, Any]]:
-    """BASE against OEA k0 = 1 and against weights alone at the same number of fetched experts, over batch sizes.
+    """BASE against OEA with k0 = 1 and against weights alone, at equal fetched experts, over batch sizes.
 
-    The budget at each batch size is what OEA fetches there, rounded. Batch sizes above the number of windows are left
-    out; every size sees the same windows.
+    The budget at each batch size is the number of experts that OEA fetches at that size, rounded. Batch sizes above
+    the number of windows are left out; every size sees the same windows.
     """
     rows = []
     sizes = [b for b in BATCHES if b <= len(s.windows)]
     windows = s.windows[: len(s.windows) // sizes[-1] * sizes[-1]]
     oea = parse("oea:k0=1")
     for size in sizes:
-        (found,) = evaluate_text(s.model, [oea], s.stats, windows, batch=size, quiet=True)
-        budget = max(1, round(found.counters.fetched))
-        policies = [dense(), oea, *(parse(f"{rule}:budget={budget}") for rule in ("squared", "static", "base"))]
+        (of_oea,) = evaluate_text(s.model, [oea], s.stats, windows, batch=size, quiet=True)
+        budget = max(1, round(of_oea.counters.fetched))
+        policies = [native(), oea, *(parse(f"{rule}:budget={budget}") for rule in ("squared", "static", "base"))]
         for quality in evaluate(s.model, policies, s.stats, windows, batch=size, quiet=s.quiet):
             rows.append(s.row(quality, "batch_size"))
     return rows
 
 
 def study_draining(s: Setting) -> list[dict[str, Any]]:
-    """Task accuracy with a constant batch (a finished item's place is refilled) and with draining batches.
+    """Task accuracy with a constant batch (the place of a finished item is refilled) and with draining batches.
 
-    Rules that fetch a union starve when a batch drains to one row; a fixed budget of K or more becomes exact. BASE
-    runs at the budget of the other studies and at what OEA with k0 = 1 and 2 fetches on these items when constant.
+    Rules that fetch a union starve as a batch drains to one row; a fixed budget of at least K becomes exact. BASE runs
+    at the budget of the other studies and at the numbers that OEA with k0 = 1 and 2 fetches on these items in a
+    constant batch.
     """
     unions = [parse(p) for p in ("topk:k=1", "oea:k0=1", "oea:k0=2", "sere:s=1")]
-    first = _answers(s, unions, refill=True)
-    same = {max(1, round(r.counters.fetched)) for r in first[1:3]} | {s.budget}
-    policies = [dense(), *unions, *(parse(f"base:budget={m}") for m in sorted(same))]
+    constant = _answers(s, unions, refill=True)
+    budgets = {max(1, round(r.counters.fetched)) for r in constant[1:3]} | {s.budget}
+    policies = [native(), *unions, *(parse(f"base:budget={m}") for m in sorted(budgets))]
     rows = []
     for refill in (True, False):
         for result in _answers(s, policies, refill):
@@ -129,7 +119,7 @@ def study_draining(s: Setting) -> list[dict[str, Any]]:
                     "B": s.batch,
                     "policy": result.policy.name,
                     "batching": "constant" if refill else "draining",
-                    "rows_a_step": round(result.counters.rows, 3),
+                    "rows_per_step": round(result.counters.rows, 3),
                     "native_union": round(result.counters.native_union, 4),
                     "fetched": round(result.counters.fetched, 4),
                     "task_avg": round(result.average, 3),
@@ -166,20 +156,20 @@ NEEDS: dict[str, frozenset[str]] = {
 
 
 def can_run(name: str, statistics: Collection[str], items: bool) -> bool:
-    """Whether a study's statistics, and for draining its task items, are there."""
+    """Whether the study's statistics, and for `draining` task items, are available."""
     return NEEDS[name] <= set(statistics) and (items or name != "draining")
 
 
 def require_study(name: str, statistics: Collection[str], items: bool) -> None:
-    """Raise ValueError or MissingStatisticError, with the way out, unless the study is known and can run."""
+    """Raise ValueError or MissingStatisticError, with the remedy, for a study that is unknown or cannot run."""
     if name not in STUDIES:
         raise ValueError(f"unknown study {name!r}; known: {', '.join(STUDIES)}")
     require_stats(f"study {name}", NEEDS[name] - set(statistics), None)
     if not can_run(name, statistics, items):
-        raise ValueError(f"the {name} study answers task items: give --tasks items.jsonl")
+        raise ValueError(f"study {name} needs task items: use --tasks items.jsonl")
 
 
 def run_study(name: str, setting: Setting) -> list[dict[str, Any]]:
-    """The rows of one of STUDIES. Raises what `require_study` does."""
+    """The rows of one of STUDIES. Raises the errors of `require_study`."""
     require_study(name, setting.stats.tensors, bool(setting.items))
     return STUDIES[name](setting)

@@ -1,1 +1,1 @@
-"""Timing of kernels and decoding; one JSON row a result."""
+"""Timing of kernels and decoding: one JSON row per result."""

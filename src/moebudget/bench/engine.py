@@ -1,4 +1,4 @@
-"""One vLLM engine, driven offline and timed at several batch sizes and budgets."""
+"""Timing of one offline vLLM engine at several batch sizes and budgets."""
 
 from __future__ import annotations
 
@@ -18,50 +18,52 @@ from typing import Any
 import numpy as np
 import torch
 
-START = 900  # seconds that engines started side by side wait for the last of them
+START = 900  # seconds that engines started side by side wait for the last one
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 log = logging.getLogger("vllm.moebudget")  # vLLM's handlers print it
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one engine runs: B requests of `prompt` tokens each, `tokens` decoded, whatever they are."""
+    """Work of one engine: B requests of `prompt` random tokens each, and `tokens` decoded per request."""
 
     model: str  # a folder with config.json, and weights unless `random`
     random: bool
     batches: tuple[int, ...]
     prompt: int = 128
     tokens: int = 384
-    repeats: int = 3  # turns over the budgets; of each the median counts
+    repeats: int = 3  # turns over the budgets; the median of each budget's times counts
     engine: tuple[tuple[str, Any], ...] = ()  # further arguments of vLLM's LLM
-    in_process: bool = False  # vLLM's core in the process that asks: a batch's requests arrive before its first step
+    in_process: bool = (
+        False  # vLLM's core runs in the caller's process: a batch's requests all arrive before its first step
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One batch size at one budget; None: as the engine was started without the plugin."""
+    """Times of one batch size at one budget; None for the baseline, an engine without the plugin."""
 
     batch: int
     budget: int | None
-    tpot_ms: float  # of a step, without the prompt
+    tpot_ms: float  # milliseconds per decode step, without the prompt
     tokens_per_s: float  # end to end, prompt included
-    fetched: float | None = None  # distinct experts a layer and step
+    fetched: float | None = None  # distinct experts fetched per layer per step
     native_union: float | None = None
-    most: float | None = None
+    most: float | None = None  # fetched per step in the layer that fetches most
     path: str = ""
     expert_bytes: int = 0
     layers: int = 0
     by_layer: tuple[float, ...] = ()
-    budgets: tuple[int, ...] = ()  # one a layer, where they differ; `budget` is their mean
-    tpots: tuple[float, ...] = ()  # of each repeat alone, ms
-    digest: str = ""  # of all tokens in the order of the requests; empty if the repeats differ
-    ranks: int = 1  # that experts are spread over
-    by_rank: tuple[float, ...] = ()  # fetched a layer and step by each of several ranks
-    fullest: float | None = None  # the same of the rank that fetches most in each layer and step
+    budgets: tuple[int, ...] = ()  # one per layer, if they differ; `budget` is their mean
+    tpots: tuple[float, ...] = ()  # milliseconds per step of each repeat
+    digest: str = ""  # hash of all tokens in the order of the requests; empty if the repeats differ
+    ranks: int = 1  # expert-parallel ranks
+    by_rank: tuple[float, ...] = ()  # experts fetched per layer per step by each of several ranks
+    fullest: float | None = None  # the same for the rank that fetches most in each layer and step
 
     @property
     def spread(self) -> float | None:
-        """How far the repeats' times lie apart, max / min - 1; None for a single one or one below 0."""
+        """How much the repeats differ, max / min - 1; None for a single repeat or for a time of at most 0."""
         if len(self.tpots) < 2 or min(self.tpots) <= 0:
             return None
         return max(self.tpots) / min(self.tpots) - 1
@@ -69,14 +71,14 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Engines that start side by side wait for each other; then one at a time runs, in the order in which they ask.
+    """A lock for engines that start side by side: once all have started, they run one at a time, in order of request.
 
-    An engine that asks again stands behind all that wait, so that equal engines alternate.
+    An engine that asks again queues behind all that wait, so that equal engines alternate.
     """
 
-    started: Any  # a manager's Barrier for all of them
+    started: Any  # a manager's Barrier for all engines
     asked: Any  # a manager's Condition
-    line: Any  # a manager's list: who runs, and who waits
+    line: Any  # a manager's list, the queue: the first engine runs, the others wait
 
     @classmethod
     def of(cls, manager: Any, engines: int) -> Turn:
@@ -84,7 +86,7 @@ class Turn:
 
     @contextmanager
     def or_abort(self) -> Iterator[None]:
-        """Wake the other engines, which wait for this one, if something fails here."""
+        """If something fails here, wake the engines that wait for this one."""
         try:
             yield
         except BaseException:
@@ -104,16 +106,16 @@ class Turn:
 
 
 class RandomWeights:
-    """Extension of vLLM's workers: weights of the scale of trained ones, other ones in every layer.
+    """Extension of vLLM's workers: random weights at the scale of trained ones, different in every layer.
 
-    vLLM's own dummy weights are the same in all layers, and at most .001: a router that rounds its scores to bfloat16
-    then finds them all equal, and every row takes the first K experts.
+    vLLM's dummy weights are the same in all layers and at most .001: a router that rounds its scores to bfloat16 then
+    sees them all as equal, and every row takes the first K experts.
     """
 
     model_runner: Any
 
     def randomize_weights(self, seed: int) -> None:
-        """Norms 1, biases 0, matrices of unit gain; types other than float32, bfloat16 and float16 stay."""
+        """Norms 1, biases 0, matrices of unit gain; types other than float32, bfloat16 and float16 stay unchanged."""
         with torch.no_grad():
             for name, weight in self.model_runner.model.named_parameters():
                 if weight.dtype not in FLOATS:
@@ -133,10 +135,10 @@ def decode(
     budgets: Mapping[int, Sequence[int | tuple[int, ...]]],
     turn: Turn | None = None,
 ) -> list[Timing]:
-    """Start one engine and time each batch size at its budgets. Without a policy and budgets the plugin stays out.
+    """Start one engine and time each batch size at its budgets. Without a policy and budgets it is the baseline.
 
-    A tuple is one budget a layer. Turns over the budgets interleave, and with `turn` those of all engines do, so that
-    a slow moment of the machine hits all alike.
+    A tuple is one budget per layer. Turns over the budgets interleave, and with `turn` so do those of all engines:
+    a slow moment of the machine then affects all of them.
     """
     if plan.in_process:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -155,27 +157,27 @@ def decode(
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
 
     def generate(batch: int, tokens: int) -> tuple[float, str]:
-        """Seconds for `batch` prompts of their own and `tokens` tokens each, and a digest of these."""
+        """Seconds to decode `tokens` tokens for each of `batch` random prompts, and a digest of the tokens."""
         ids = np.random.default_rng(batch).integers(0, vocabulary, (batch, plan.prompt))
         prompts = [{"prompt_token_ids": row.tolist()} for row in ids]
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         start = time.perf_counter()
         done = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
-        made = json.dumps([list(request.outputs[0].token_ids) for request in done])
-        return seconds, hashlib.sha256(made.encode()).hexdigest()[:16]
+        decoded = json.dumps([list(request.outputs[0].token_ids) for request in done])
+        return seconds, hashlib.sha256(decoded.encode()).hexdigest()[:16]
 
     def times() -> Iterator[Timing]:
         for batch in plan.batches:
-            asked: Sequence[int | tuple[int, ...] | None] = budgets.get(batch) or (None,)
-            seconds: list[list[tuple[float, float]]] = [[] for _ in asked]
-            digests: list[list[str]] = [[] for _ in asked]
-            states: list[list[Any]] = [[] for _ in asked]
+            settings: Sequence[int | tuple[int, ...] | None] = budgets.get(batch) or (None,)
+            seconds: list[list[tuple[float, float]]] = [[] for _ in settings]
+            digests: list[list[str]] = [[] for _ in settings]
+            states: list[list[Any]] = [[] for _ in settings]
             for repeat in range(plan.repeats):
                 with nullcontext() if turn is None else turn:
                     if repeat == 0:
-                        generate(batch, 1 + plan.tokens)  # compiles what is compiled late
-                    for budget, taken, made, seen in zip(asked, seconds, digests, states, strict=True):
+                        generate(batch, 1 + plan.tokens)  # triggers late compilation
+                    for budget, taken, hashes, counted in zip(settings, seconds, digests, states, strict=True):
                         if budget is not None:
                             value = list(budget) if isinstance(budget, tuple) else budget
                             llm.collective_rpc("moebudget_set", args=(value,))
@@ -184,14 +186,14 @@ def decode(
                         before = None if budget is None else llm.collective_rpc("moebudget_state")[0]
                         whole, digest = generate(batch, 1 + plan.tokens)
                         taken.append((first, whole))
-                        made.append(digest)
+                        hashes.append(digest)
                         if budget is not None:
-                            seen.append((before, llm.collective_rpc("moebudget_state")[0]))
-            for budget, taken, made, seen in zip(asked, seconds, digests, states, strict=True):
-                counts = _counts(seen)
+                            counted.append((before, llm.collective_rpc("moebudget_state")[0]))
+            for budget, taken, hashes, counted in zip(settings, seconds, digests, states, strict=True):
+                counts = _counts(counted)
                 counts["tpots"] = tpots = tuple(1e3 * (whole - first) / plan.tokens for first, whole in taken)
                 tpot, speed = median(tpots), batch * (1 + plan.tokens) / median(whole for _, whole in taken)
-                counts["digest"] = made[0] if len(set(made)) == 1 else ""
+                counts["digest"] = hashes[0] if len(set(hashes)) == 1 else ""
                 if isinstance(budget, tuple):
                     counts["budgets"], budget = budget, round(sum(budget) / len(budget))
                 timing = Timing(batch, budget, tpot, speed, **counts)
@@ -201,18 +203,18 @@ def decode(
     try:
         if turn is not None:
             turn.started.wait(START)
-        found = list(times())
+        timings = list(times())
         if turn is not None:
             with suppress(BrokenBarrierError):  # another engine failed
-                turn.started.wait(START)  # taking an engine down would disturb the last to be timed
-        return found
+                turn.started.wait(START)  # shutting an engine down would disturb the last one to be timed
+        return timings
     finally:
-        if not hasattr(llm.llm_engine.engine_core, "engine_core"):  # one in this process ends with it
-            llm.llm_engine.engine_core.shutdown()  # or this process waits for the engine's forever
+        if not hasattr(llm.llm_engine.engine_core, "engine_core"):  # an engine core in this process ends with it
+            llm.llm_engine.engine_core.shutdown()  # otherwise this process waits forever for the engine's
 
 
 def _counts(states: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
-    """What the plugin counted between the two states of each turn."""
+    """Counts of the plugin between the two states of each turn."""
     if not states:
         return {}
     layers, after = range(len(states[0][0]["per_layer"])), states[-1][1]
@@ -235,7 +237,7 @@ def _counts(states: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str
 
 
 def _by_rank(states: Sequence[tuple[dict[str, Any] | None, dict[str, Any] | None]], steps: float) -> dict[str, Any]:
-    """What each expert-parallel rank fetched, a layer and step; nothing without such ranks."""
+    """Experts fetched per layer per step by each expert-parallel rank; empty without such ranks."""
     both = [(a, b) for a, b in states if a is not None and b is not None]
     if not both:
         return {}

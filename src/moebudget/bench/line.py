@@ -1,4 +1,4 @@
-"""The line t = a + b * fetched through step times."""
+"""Line t = a + b * fetched, fitted to step times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """t = a + b * fetched in milliseconds, half of b's 95 % interval, and the mean of the points' experts."""
+    """t = a + b * fetched in milliseconds, half of b's 95 % interval, R², and the points' mean number of experts."""
 
     a: float
     b: float
@@ -19,7 +19,7 @@ class Line:
     middle: float
 
     def at(self, fetched: float, shift: float = 0.0) -> float:
-        """Milliseconds on the line, turned about the middle of the points by `shift` ms an expert."""
+        """Milliseconds on the line, with its slope changed by `shift` ms per expert about the middle of the points."""
         return self.a + self.b * fetched + shift * (fetched - self.middle)
 
     def gain(self, union: float, fetched: float) -> tuple[float, float]:
@@ -29,18 +29,20 @@ class Line:
 
 
 def fit(points: Sequence[tuple[float, float]], least: int = 4) -> Line:
-    """Least squares through (experts fetched a layer, milliseconds). ValueError for fewer than `least` or equal x.
+    """Least squares through (experts fetched per layer, milliseconds).
+
+    Raises ValueError for fewer than `least` points, or if all x are equal.
 
     The interval is that of ordinary regression: Student's t with n - 2 degrees of freedom.
     """
     x, y = (np.array(values, dtype=float) for values in zip(*points, strict=True))
     if len(x) < least or np.ptp(x) == 0:
-        raise ValueError(f"a line needs at least {least} points at different numbers of experts; there are {len(x)}")
+        raise ValueError(f"a line needs at least {least} points at different numbers of experts; got {len(x)}")
     b, a = np.polyfit(x, y, 1)
-    rest = ((y - (a + b * x)) ** 2).sum()
-    error = float(np.sqrt(rest / (len(x) - 2) / ((x - x.mean()) ** 2).sum()))
-    spread = float(((y - y.mean()) ** 2).sum())
-    r2 = 1 - float(rest) / spread if spread else 1.0
+    residual = ((y - (a + b * x)) ** 2).sum()
+    error = float(np.sqrt(residual / (len(x) - 2) / ((x - x.mean()) ** 2).sum()))
+    total = float(((y - y.mean()) ** 2).sum())
+    r2 = 1 - float(residual) / total if total else 1.0
     return Line(float(a), float(b), _t95(len(x) - 2) * error, r2, float(x.mean()))
 
 

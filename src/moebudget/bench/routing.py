@@ -1,4 +1,4 @@
-"""What a policy adds to a layer's router, on one GPU, in CUDA graphs: fused kernels, torch form, torch.compile."""
+"""Time that a policy adds to a layer's router, in CUDA graphs on one GPU: fused kernels, torch form, torch.compile."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moebudget import provenance
+from moebudget.core import provenance
+from moebudget.core.placement import Placement
+from moebudget.core.policy import Policy
+from moebudget.core.router import RouterSpec
+from moebudget.core.types import LayerStats, Routing, RowKind
 from moebudget.kernels import FusedRouter
-from moebudget.placement import Placement
-from moebudget.policy import Policy
-from moebudget.presets import parse
-from moebudget.router import RouterSpec
-from moebudget.score import PredictedEnergy
-from moebudget.types import LayerStats, Routing
+from moebudget.methods.base import PredictedEnergy
+from moebudget.methods.registry import parse
 
-ROWS, POLICIES = (1, 8, 16, 32, 64, 128), ("base:budget={M}",)  # what is timed unless told otherwise
-LAYERS = 48  # calls in one graph, each with its own inputs and statistics, as in a model
+ROWS, POLICIES = (1, 8, 16, 32, 64, 128), ("base:budget={M}",)  # the defaults
+LAYERS = 48  # calls in one graph, each with separate inputs and statistics, as in a model
 FLUSH = 2**27  # bytes, more than the L2 cache of any GPU
 REPLAYS = 40
-DEVICES = 4  # that hold equal blocks of experts, for the policies that look
+DEVICES = 4  # hold equal blocks of experts, for policies that read a placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +57,24 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """One layer's inputs of a step."""
+    """Inputs of one layer in one step."""
 
     hidden: Tensor  # [T, d]
     logits: Tensor  # [T, N]
-    live: Tensor  # [T]
+    kind: Tensor  # [T] int8 RowKind
     bias: Tensor | None
     stats: LayerStats
 
 
 def make_inputs(shape: Shape, rows: int, device: str, layers: int, dtype: torch.dtype, seed: int = 0) -> list[Inputs]:
-    """Random inputs of every layer; logits are a product with a random router, so experts differ in popularity."""
+    """Random inputs of every layer; the logits come from a random router, so experts differ in popularity."""
     g = torch.Generator(device).manual_seed(seed)
     n, d = shape.spec.num_experts, shape.hidden
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=g, device=device)
 
-    made = []
+    inputs = []
     for _ in range(layers):
         hidden = (normal(rows, d) + normal(d)).to(dtype)
         logits = (hidden.float() @ normal(d, n) * 1.5 / d**0.5).to(dtype)
@@ -83,24 +83,24 @@ def make_inputs(shape: Shape, rows: int, device: str, layers: int, dtype: torch.
             "predictor_bias": normal(n),
             "energy_mean": normal(n).exp(),
         }
-        live = torch.ones(rows, dtype=torch.bool, device=device)
+        kind = torch.full((rows,), RowKind.DECODE, dtype=torch.int8, device=device)
         bias = normal(n) * 0.1 if shape.bias else None
-        batch = shape.spec(hidden, logits, bias=bias, live=live)
+        batch = shape.spec(hidden, logits, bias=bias, kind=kind)
         costs = PredictedEnergy()(batch, LayerStats(stats)).sum(0, dtype=torch.float64)
         stats |= {"layer_budget": torch.arange(1, n + 1, device=device), "layer_price": prices(costs)}
         stats["placement_device"] = Placement.contiguous(n, DEVICES).device.to(device)
-        made.append(Inputs(hidden, logits, live, bias, LayerStats(stats)))
-    return made
+        inputs.append(Inputs(hidden, logits, kind, bias, LayerStats(stats)))
+    return inputs
 
 
 def prices(costs: Tensor) -> Tensor:
-    """[N] from the experts' removal costs [N]: the price at which 1 to N of them are fetched, as `Price` reads it."""
+    """Removal costs [N] -> prices [N] at which 1 to N experts are fetched, as the selection `Price` reads them."""
     falling = costs.sort(descending=True).values
     return torch.cat([(falling[1:] + falling[:-1]) / 2, falling.new_full((1,), -torch.inf)])
 
 
 def graph_us(calls: Sequence[Callable[[], Any]], replays: int = REPLAYS) -> float:
-    """Median microseconds of one call when all are captured in one CUDA graph."""
+    """Median microseconds per call, with all calls captured in one CUDA graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -126,30 +126,30 @@ def graph_us(calls: Sequence[Callable[[], Any]], replays: int = REPLAYS) -> floa
 
 
 def torch_form(shape: Shape, policy: Policy, x: Inputs) -> Routing:
-    """The definition that the kernels are held against."""
-    batch = shape.spec(x.hidden, x.logits, bias=x.bias, live=x.live)
+    """The definition that the kernels must reproduce."""
+    batch = shape.spec(x.hidden, x.logits, bias=x.bias, kind=x.kind)
     return policy(batch, x.stats)
 
 
 def measure(
     shape: Shape, policy: Policy, rows: int, device: str = "cuda", compiled: bool = False, layers: int = LAYERS
 ) -> dict[str, Any]:
-    """One row: microseconds a layer of the native router, the fused policy, the torch form, and the floor.
+    """One row: microseconds per layer of the native router, the fused policy, the torch form, and the floor.
 
-    `us_added` is the fused policy, native routing included, minus the native router's own kernel; `us_routed` the
-    policy alone, after a router whose routes it is given, as in vLLM; `us_cold` what it adds there when FLUSH bytes
-    have pushed its code and buffers out of the cache, as a layer's experts do. The floor is the time of an empty
+    `us_added` is the fused policy, native routing included, minus the native router's kernel. `us_routed` is the
+    policy alone, which receives the native routes, as in vLLM. `us_cold` is the time it adds there after FLUSH bytes
+    have evicted its code and buffers from the cache, as a layer's experts do. `us_floor` is the time of an empty
     kernel plus the bytes of logits, hidden states, routed predictor rows and outputs at the measured copy bandwidth.
-    Raises AssertionError if the kernel's ids are not those of the torch form.
+    Raises AssertionError if the kernel's ids differ from those of the torch form.
     """
     from moebudget.kernels.native import native_rows
 
     spec = shape.spec
     inputs = make_inputs(shape, rows, device, layers, torch.bfloat16)
     fused = [FusedRouter(policy, spec, x.stats, hidden=shape.hidden, max_rows=rows, device=device) for x in inputs]
-    outs = [f(x.hidden, x.logits, x.live, x.bias) for f, x in zip(fused, inputs, strict=True)]
-    for x, found in zip(inputs, outs, strict=True):
-        assert torch.equal(found.ids, torch_form(shape, policy, x).ids), "the kernel's ids are not the torch form's"
+    outs = [f(x.hidden, x.logits, x.kind, x.bias) for f, x in zip(fused, inputs, strict=True)]
+    for x, out in zip(inputs, outs, strict=True):
+        assert torch.equal(out.ids, torch_form(shape, policy, x).ids), "the kernel's ids differ from the torch form's"
     router = fused[0].router
 
     def native(x: Inputs, out: Routing, f: FusedRouter) -> None:
@@ -163,24 +163,29 @@ def measure(
 
     each = list(zip(inputs, outs, fused, strict=True))
     us_native = graph_us([partial(native, x, o, f) for x, o, f in each])
-    us_total = graph_us([partial(f, x.hidden, x.logits, x.live, x.bias, o) for x, o, f in each])
+    us_total = graph_us([partial(f, x.hidden, x.logits, x.kind, x.bias, o) for x, o, f in each])
     batches = [spec(x.hidden, x.logits, bias=x.bias) for x in inputs]
-    own = [Routing(b.ids.int(), b.weights) for b in batches]
+    native_routes = [Routing(b.ids.int(), b.weights) for b in batches]
     us_routed = graph_us(
-        [partial(f, x.hidden, x.logits, x.live, x.bias, o, r) for (x, o, f), r in zip(each, own, strict=True)]
+        [
+            partial(f, x.hidden, x.logits, x.kind, x.bias, o, r)
+            for (x, o, f), r in zip(each, native_routes, strict=True)
+        ]
     )
     flush = torch.empty(FLUSH, dtype=torch.uint8, device=device)
 
     def cold(x: Inputs, out: Routing, f: FusedRouter, routes: Routing | None) -> None:
         flush.zero_()
-        x.hidden.mul_(1)  # what a step has just written
+        x.hidden.mul_(1)  # in the cache, as just written by the step
         native(x, out, f)
         if routes is not None:
-            f(x.hidden, x.logits, x.live, x.bias, out, routes)
+            f(x.hidden, x.logits, x.kind, x.bias, out, routes)
 
     with_policy, without = (
-        graph_us([partial(cold, x, o, f, r if policed else None) for (x, o, f), r in zip(each, own, strict=True)])
-        for policed in (True, False)
+        graph_us(
+            [partial(cold, x, o, f, r if applied else None) for (x, o, f), r in zip(each, native_routes, strict=True)]
+        )
+        for applied in (True, False)
     )
     few = inputs[: max(1, layers // 6)]
     us_torch = graph_us([partial(torch_form, shape, policy, x) for x in few])
@@ -204,7 +209,7 @@ def measure(
 
 
 def moved_bytes(shape: Shape, policy: Policy, rows: int) -> int:
-    """Bytes that any implementation reads and writes a layer; predictor rows at most once each."""
+    """Bytes that any implementation must read and write per layer; predictor rows count at most once each."""
     spec = shape.spec
     touched = min(spec.num_experts, rows * spec.top_k) if "predictor_weight" in policy.needs else 0
     return 2 * rows * (spec.num_experts + shape.hidden) + 4 * touched * shape.hidden + 12 * rows * spec.top_k
@@ -214,7 +219,7 @@ _BANDWIDTH: dict[str, float] = {}
 
 
 def bandwidth(device: str) -> float:
-    """Bytes a second of a large copy on the device, reads and writes counted."""
+    """Bytes per second of a large copy on the device, counting reads and writes."""
     if device not in _BANDWIDTH:
         source = torch.empty(2**30, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
@@ -230,20 +235,20 @@ def run_routing(
     device: str = "cuda",
     compiled: Sequence[int] = (),
 ) -> list[dict[str, Any]]:
-    """Rows for benchmarks/results/routing.jsonl. `{M}` in a policy stands for the model's budget.
+    """Rows for benchmarks/results/routing.jsonl. `{M}` in a policy is replaced by the model's budget.
 
     Raises ValueError without a CUDA device or for an unknown model.
     """
     if not torch.cuda.is_available():
-        raise ValueError("the routing bench times CUDA graphs and found no CUDA device")
+        raise ValueError("bench routing times CUDA graphs, and there is no CUDA device")
     unknown = [m for m in models if m not in SHAPES]
     if unknown:
         raise ValueError(f"unknown model {unknown[0]!r}; known: {', '.join(SHAPES)}")
-    found = []
+    result = []
     for model in models:
         for text in policies:
             for t in rows:
                 policy = parse(text.replace("{M}", str(SHAPES[model].budget)))
                 row = measure(SHAPES[model], policy, t, device, compiled=t in compiled)
-                found.append({**row, "gpu": provenance.device_name(device), **provenance.stamp(device)})
-    return found
+                result.append({**row, "gpu": provenance.device_name(device), **provenance.stamp(device)})
+    return result

@@ -1,4 +1,4 @@
-"""config.json of the models that `bench decode` can build with random weights, from their published checkpoints."""
+"""Published config.json of the models that `bench decode` can build with random weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moebudget.stats import ModelFacts, Stats
+from moebudget.core.stats import ModelFacts, Stats
 
 SIZES: dict[str, dict[str, Any]] = {
     # https://huggingface.co/Qwen/Qwen3-30B-A3B
@@ -41,7 +41,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     },
 }  # fmt: skip
-# Distinct experts a layer that the trained model fetches at 16 rows, https://arxiv.org/abs/2609.36222.
+# Distinct experts per layer and step that the trained model fetches at 16 rows, https://arxiv.org/abs/2609.36222.
 UNIONS = {"qwen3-30b": 48.8}
 
 
@@ -53,7 +53,7 @@ def read_config(model: str) -> dict[str, Any]:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise FileNotFoundError(
-            f"{model!r} is no folder with a config.json, no such file, and none of {', '.join(SIZES)}"
+            f"{model!r} is not a folder with a config.json, not a config.json, and not one of {', '.join(SIZES)}"
         )
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return config
@@ -62,27 +62,27 @@ def read_config(model: str) -> dict[str, Any]:
 def moe_facts(config: dict[str, Any]) -> ModelFacts:
     """Layers, experts, routes and hidden size that a config.json describes, without a hash of weights.
 
-    ValueError for a config without experts.
+    Raises ValueError for a config without experts.
     """
     experts = config.get("num_experts", config.get("n_routed_experts", config.get("num_local_experts")))
     if experts is None:
-        raise ValueError(f"config.json of model_type {config.get('model_type')!r} names no number of experts")
+        raise ValueError(f"config.json of model_type {config.get('model_type')!r} has no number of experts")
     first, last = config.get("first_k_dense_replace", 0), config["num_hidden_layers"]
-    dense = set(config.get("mlp_only_layers") or ())
-    layers = tuple(i for i in range(first, last) if i not in dense)
+    without_experts = set(config.get("mlp_only_layers") or ())
+    layers = tuple(i for i in range(first, last) if i not in without_experts)
     return ModelFacts(config["model_type"], layers, experts, config["num_experts_per_tok"], config["hidden_size"], "")
 
 
 def random_stats(config: dict[str, Any], needs: frozenset[str]) -> Stats:
-    """Statistics of the right shapes for a model with random weights: they say nothing, and cost what real ones do."""
+    """Random statistics of the right shapes for a model with random weights; they cost as much time as real ones."""
     facts, g = moe_facts(config), torch.Generator().manual_seed(0)
     shape = (len(facts.layers), facts.experts)
-    made = {
+    tensors = {
         "predictor_weight": torch.randn(*shape, facts.hidden, generator=g),
         "predictor_bias": torch.zeros(shape),
         "energy_mean": torch.ones(shape),
     }
-    missing = needs - made.keys()
+    missing = needs - tensors.keys()
     if missing:
-        raise ValueError(f"random statistics have no {', '.join(sorted(missing))}; give a file with --stats")
-    return Stats(facts, {name: made[name] for name in sorted(needs)}, {"model": "random"})
+        raise ValueError(f"random statistics do not include {', '.join(sorted(missing))}; give a file with --stats")
+    return Stats(facts, {name: tensors[name] for name in sorted(needs)}, {"model": "random"})

@@ -1,4 +1,4 @@
-"""Calibration: from text to the statistics that policies read. `moebudget calibrate` is the command for it."""
+"""Calibration: from text to the statistics that policies read (`moebudget calibrate`)."""
 
 from __future__ import annotations
 

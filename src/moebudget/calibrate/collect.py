@@ -1,11 +1,11 @@
-"""Sufficient statistics of one Mixture-of-Experts layer, streamed, and the ridge regression they determine."""
+"""Streamed sums over the routed tokens of one Mixture-of-Experts layer, and the ridge regression on them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from moebudget.score import random_features, unit
+from moebudget.core.energy import random_features, unit
 
 LOWEST_ENERGY = 1e-30
 PRIOR_TOKENS = 8.0  # weight of the layer's pooled prediction in the mean of an expert with few tokens
@@ -16,8 +16,8 @@ class LayerSums:
 
     n, sum y, sum y^2, sum e = |E_u(z)|^2, sum |E_u(z)|, sum w, sum w |E_u(z)| and the largest |E_u(z)_i|: [N] float64;
     sum x, sum x y: [N, d] float64; the Gram matrix sum (x - c)(x - c)^T: [N, d, d] float32. c [N, d] is the mean of
-    the expert's first batch: without it the rounding of what all x have in common would swamp the differences that
-    the regression reads. `features` [h, d] adds relu(features x) to x; without `regress` the sums of x are left out.
+    the expert's first batch: without it, rounding of the component that all x share would swamp the differences that
+    the regression uses. `features` [h, d] appends relu(features x) to x. Without `regress`, sums of x are left out.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class LayerSums:
         return x if self.features is None else random_features(x, self.features)
 
     def means(self) -> dict[str, Tensor]:
-        """Means over an expert's tokens, by name; the norm of an expert without tokens is the median of the others."""
+        """Means over each expert's tokens, by name; an expert without tokens gets the median norm of the others."""
         n = self.n.clamp_min(1)
         norm, seen = self.sn / n, self.n > 0
         return {
@@ -112,7 +112,7 @@ def solve_ridge(sums: LayerSums, alphas: list[float], chunk_bytes: int = 2**30) 
     lam = alpha tr(G_c) / d, and alpha is chosen on held-out retained energy.
 
     An expert with fewer tokens than dimensions is shrunk towards the regression pooled over the layer's experts (and
-    equals it at n = 0); that is our addition.
+    equals it at n = 0). This is our addition.
     """
     experts, d = sums.sx.shape
     step = max(1, chunk_bytes // (8 * d * d * (2 + len(alphas))))

@@ -1,4 +1,4 @@
-"""Text -> documents -> two parts -> packed sequences."""
+"""Calibration text: documents from files or a hub, split into two parts and packed into rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HELD_OUT_EVERY = 5
 
 
 class DataError(ValueError):
-    """Text that cannot be used, with the reason."""
+    """Text that cannot be used; the message gives the reason."""
 
 
 class TokenizerLike(Protocol):
@@ -30,7 +30,7 @@ class TokenizerLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Documents one after another in rows of equal length; `mask` is False on the padding of the last row."""
+    """Concatenated documents in rows of equal length; `mask` is False on the padding of the last row."""
 
     ids: Tensor  # [n, S] int64
     mask: Tensor  # [n, S] bool
@@ -42,7 +42,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Two parts that share no document, and a name that identifies source, split and packing."""
+    """A fit part and a held-out part without common text, and an id for source, split and packing."""
 
     fit: Packed
     held_out: Packed
@@ -59,14 +59,14 @@ def _texts_of_file(path: Path, field: str | None) -> Iterator[tuple[str, str]]:
                 for number, line in enumerate(file, start=1):
                     yield _json_text(path, number, str(line), field)
             elif field is not None:
-                raise DataError(f"{path} names no slices: field {field!r} is of the rows of a .jsonl file")
+                raise DataError(f"{path} has no slices: the field {field!r} is read from the rows of a .jsonl file")
             else:
                 for text in re.split(rf"(?:\A|\n|(?<=\n)){re.escape(SEPARATOR)}(?:\n|\Z)", file.read()):
                     yield "", text
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}") from error
     except (lzma.LZMAError, EOFError) as error:
-        raise DataError(f"{path} is damaged or no .xz file: {error}") from error
+        raise DataError(f"{path} is damaged or not an .xz file: {error}") from error
 
 
 def _json_text(path: Path, number: int, line: str, field: str | None) -> tuple[str, str]:
@@ -77,7 +77,7 @@ def _json_text(path: Path, number: int, line: str, field: str | None) -> tuple[s
     for needed in ("text",) if field is None else ("text", field):
         if not isinstance(row, dict) or not isinstance(row.get(needed), str):
             have = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-            raise DataError(f"{path}, line {number}: no field {needed!r} with a string (found: {have})")
+            raise DataError(f"{path}, line {number}: no string in a field {needed!r} (the line holds: {have})")
     return "" if field is None else row[field], row["text"]
 
 
@@ -86,8 +86,8 @@ def _texts_of_hub(name: str, field: str | None) -> Iterator[tuple[str, str]]:
         from datasets import load_dataset
     except ImportError as error:
         raise DataError(
-            f"{name!r} is no file or folder here; to read it as a hub data set install moebudget[data], "
-            "or pass a text file, a folder or a .jsonl file"
+            f"there is no file or folder {name!r}; install moebudget[data] to read it as a data set of the Hugging "
+            "Face hub, or pass a text file, a folder or a .jsonl file"
         ) from error
     try:
         for row in load_dataset(name, split="train", streaming=True):
@@ -105,7 +105,7 @@ def read_texts(source: str) -> Iterator[str]:
 
 
 def read_slices(source: str, field: str | None) -> Iterator[tuple[str, str]]:
-    """(slice, document) as `read_texts` finds them; the slice is the `field` of a row, such as its language."""
+    """(slice, document) in the order of `read_texts`; the slice is a row's `field`, such as its language."""
     path = Path(source)
     if path.is_dir():
         visible = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
@@ -117,13 +117,13 @@ def read_slices(source: str, field: str | None) -> Iterator[tuple[str, str]]:
     elif path.is_file():
         yield from _texts_of_file(path, field)
     elif path.suffix or source.startswith((".", "/", "~")) or source.count("/") != 1:
-        raise DataError(f"no file or folder at {source!r}, and no name of a hub data set (owner/name) either")
+        raise DataError(f"no file or folder at {source!r}, and it is not the name of a hub data set (owner/name)")
     else:
         yield from _texts_of_hub(source, field)
 
 
 def pack(documents: Sequence[Sequence[int]], length: int, end: int | None) -> Packed:
-    """Lay documents end to end (`end` after each) and cut into rows of `length`; the last row is padded.
+    """Concatenate documents (`end` after each) and cut them into rows of `length`; the last row is padded.
 
     A last row of fewer than two tokens is dropped.
     """
@@ -162,10 +162,10 @@ def load_corpus(
     max_tokens: int | None = None,
     min_document: int = 128,
 ) -> Corpus:
-    """Read, tokenize, split by document, pack.
+    """Read a text, tokenize it, split it by document and pack both parts into rows of `length`.
 
-    `vocabulary` is the number of rows of the model's embedding: a tokenizer that can produce more is an error.
-    `max_tokens` stops reading (both parts together); documents under `min_document` tokens are left out.
+    `vocabulary` is the number of rows of the model's embedding; a tokenizer with more entries is an error. Reading
+    stops after `max_tokens` (both parts together). Documents of fewer than `min_document` tokens are left out.
     """
     end = getattr(tokenizer, "eos_token_id", None)
     documents, digest = tokenize(source, tokenizer, vocabulary, max_tokens=max_tokens, min_document=min_document)
@@ -178,7 +178,7 @@ def load_corpus(
         len(documents),
     )
     if not len(corpus.held_out.ids):
-        raise DataError(f"{source} has only {total} tokens: too few to hold any out; give at least 20")
+        raise DataError(f"{source} has only {total} tokens, too few for a held-out part: give at least 20")
     return corpus
 
 
@@ -190,7 +190,7 @@ def tokenize(
     max_tokens: int | None = None,
     min_document: int = 128,
 ) -> tuple[list[list[int]], str]:
-    """(token ids of the usable documents, twelve hex digits over their text). Arguments as in `load_corpus`."""
+    """(token ids of the usable documents, 12 hex digits of a hash of their text). Arguments as in `load_corpus`."""
     _check_vocabulary(tokenizer, vocabulary)
     documents: list[list[int]] = []
     total, short, digest = 0, 0, hashlib.sha256()
@@ -208,7 +208,7 @@ def tokenize(
             break
     if not documents:
         raise DataError(
-            f"{source} holds no usable document: {short} shorter than {min_document} tokens; "
+            f"{source} has no usable document: {short} are shorter than {min_document} tokens; "
             "give more text or lower --min-document"
         )
     return documents, digest.hexdigest()[:12]
@@ -219,27 +219,28 @@ def tokenize_slices(
 ) -> dict[str, list[list[int]]]:
     """Token ids of the documents of every slice (see `read_slices`), in the slices' order; at most `most` of each."""
     _check_vocabulary(tokenizer, vocabulary)
-    found: dict[str, list[list[int]]] = {}
+    documents: dict[str, list[list[int]]] = {}
     room: dict[str, int] = {}
     for name, text in read_slices(source, field):
         if room.setdefault(name, most) <= 0:
             continue
         tokens = list(tokenizer(text.strip("\n"), add_special_tokens=False)["input_ids"])[: room[name]]
         if len(tokens) >= min_document:
-            found.setdefault(name, []).append(tokens)
+            documents.setdefault(name, []).append(tokens)
             room[name] -= len(tokens)
-    return found
+    return documents
 
 
 def _check_vocabulary(tokenizer: TokenizerLike, vocabulary: int) -> None:
     if len(tokenizer) > vocabulary:
         raise DataError(
-            f"the tokenizer has {len(tokenizer)} entries, the model embeds {vocabulary}: they do not belong together"
+            f"the tokenizer has {len(tokenizer)} entries, the model embeds {vocabulary}: "
+            "use the tokenizer of this model"
         )
 
 
 def merge_corpora(corpora: Sequence[Corpus]) -> Corpus:
-    """One corpus of several with equal row lengths, rows interleaved so that every batch mixes them."""
+    """Merge corpora of equal row length, interleaving their rows so that every batch mixes them."""
     lengths = {c.fit.ids.shape[1] for c in corpora}
     if len(lengths) != 1:
         raise DataError(f"corpora with rows of different lengths cannot be merged: {sorted(lengths)}")
@@ -248,6 +249,6 @@ def merge_corpora(corpora: Sequence[Corpus]) -> Corpus:
 
 
 def _interleave(parts: Sequence[Packed]) -> Packed:
-    place = torch.cat([torch.linspace(0, 1, len(p.ids)) for p in parts])
-    order = place.sort(stable=True).indices
+    position = torch.cat([torch.linspace(0, 1, len(p.ids)) for p in parts])
+    order = position.sort(stable=True).indices
     return Packed(torch.cat([p.ids for p in parts])[order], torch.cat([p.mask for p in parts])[order])

@@ -1,13 +1,13 @@
-"""What other methods are calibrated on: ratios of weights, directions, pairs of experts routed together, all pairs."""
+"""Statistics of published methods: weight ratios, output directions, folding and similarity of expert pairs."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from moebudget.fill import UNSEEN
-from moebudget.integrations.families import MoeLayer
-from moebudget.score import unit
+from moebudget.core.energy import unit
+from moebudget.engines.transformers.families import MoeLayer
+from moebudget.methods.exfold import UNSEEN
 
 RATIO_BINS = 4096
 FOLD_EPS, FOLD_CLIP = 1e-3, 4.0
@@ -17,7 +17,7 @@ OUTPUTS_AT_ONCE = 2**17  # (token, expert) pairs
 
 
 class RouteRatios:
-    """Median of the j-th route's weight over the row's heaviest, [K], from a histogram of steps of 1/4096.
+    """Median ratio of the j-th route's weight to the row's largest, [K], from a histogram with steps of 1/4096.
 
     Lu et al., https://arxiv.org/abs/2402.14800, section 3.3, for the second of two routes.
     """
@@ -43,7 +43,7 @@ class Folding:
     """ExFold's scalars for every pair of experts routed together: s[u, v] E_v(z) is the closest to E_u(z).
 
     With omega = |x_u|: s = sum omega <x_u, x_v> / (sum omega |x_v|^2 + 1e-3), clipped to [-4, 4], and the relative
-    rest loss = (uu - 2 s uv + s^2 vv) / uu. A pair never seen and the diagonal have loss 1e30. ExFold,
+    residual loss = (uu - 2 s uv + s^2 vv) / uu. Pairs never routed together and the diagonal have loss 1e30. ExFold,
     https://arxiv.org/abs/2608.24938, and the authors' code.
     """
 
@@ -77,7 +77,7 @@ class Folding:
 
 
 class Direction:
-    """Mean of E_u(z) / |E_u(z)| over the tokens routed to expert u, [N, d]; 0 for an expert without any."""
+    """Mean of E_u(z) / |E_u(z)| over the tokens routed to expert u, [N, d]; 0 for an expert without tokens."""
 
     def __init__(self, experts: int, hidden: int, device: torch.device | str) -> None:
         self.total = torch.zeros(experts, hidden, dtype=torch.float64, device=device)
@@ -85,8 +85,8 @@ class Direction:
 
     def add(self, layer: MoeLayer, hidden: Tensor, ids: Tensor, weights: Tensor, outputs: Tensor) -> None:  # noqa: ARG002
         """ids [T, K], outputs [T, K, d] unweighted."""
-        flat, one = ids.flatten(), unit(outputs).flatten(0, 1)
-        self.total += torch.zeros_like(self.total, dtype=one.dtype).index_add(0, flat, one)
+        flat, directions = ids.flatten(), unit(outputs).flatten(0, 1)
+        self.total += torch.zeros_like(self.total, dtype=directions.dtype).index_add(0, flat, directions)
         self.count += torch.bincount(flat, minlength=len(self.count))
 
     def finish(self) -> dict[str, Tensor]:
@@ -94,7 +94,7 @@ class Direction:
 
 
 class Similarity:
-    """SERE's similarities of all pairs of experts, each run on every token (up to 400 x 128 of them).
+    """SERE's similarities of all pairs of experts; every expert runs on every token (up to 400 x 128 tokens).
 
     frobenius: 1 - |Y_u - Y_v|_F / max over pairs; cosine: (mean_t cos(Y_u[t], Y_v[t]) + 1) / 2; cka: linear CKA of the
     outputs centred over the tokens, on the first 1,024 (by their Gram matrices, which gives the same as the paper's
@@ -112,8 +112,8 @@ class Similarity:
         step = max(1, OUTPUTS_AT_ONCE // experts)
         hidden = hidden[: SIMILARITY_TOKENS - self.tokens]
         for part in hidden.split(step) if len(hidden) else ():
-            every = torch.arange(experts, device=hidden.device).expand(len(part), experts)
-            y = layer.route_outputs(part, every).float().transpose(0, 1)  # [N, t, d]
+            every_expert = torch.arange(experts, device=hidden.device).expand(len(part), experts)
+            y = layer.route_outputs(part, every_expert).float().transpose(0, 1)  # [N, t, d]
             self.gram += (y.flatten(1) @ y.flatten(1).T).double()
             if "cosine" in self.metrics:
                 direction = unit(y).flatten(1)
@@ -124,17 +124,17 @@ class Similarity:
             self.tokens += len(part)
 
     def finish(self) -> dict[str, Tensor]:
-        found = {}
+        similarities = {}
         if "frobenius" in self.metrics:
             energy = self.gram.diagonal()
             distance = (energy[:, None] + energy[None, :] - 2 * self.gram).clamp_min(0).sqrt()
             distance.fill_diagonal_(0.0)
-            found["similarity_frobenius"] = 1 - distance / distance.amax().clamp_min(1e-300)
+            similarities["similarity_frobenius"] = 1 - distance / distance.amax().clamp_min(1e-300)
         if "cosine" in self.metrics:
-            found["similarity_cosine"] = ((self.cosine / max(self.tokens, 1)) + 1) / 2
+            similarities["similarity_cosine"] = ((self.cosine / max(self.tokens, 1)) + 1) / 2
         if "cka" in self.metrics:
-            found["similarity_cka"] = self._cka()
-        return {name: value.fill_diagonal_(1.0) for name, value in found.items()}
+            similarities["similarity_cka"] = self._cka()
+        return {name: value.fill_diagonal_(1.0) for name, value in similarities.items()}
 
     def _cka(self) -> Tensor:
         grams = []
@@ -142,5 +142,5 @@ class Similarity:
             centred = y - y.mean(0)
             gram = centred @ centred.T
             grams.append((gram / gram.norm().clamp_min(torch.finfo(torch.float32).tiny)).flatten())
-        every = torch.stack(grams)
-        return (every @ every.T).double().clamp(0, 1)
+        stacked = torch.stack(grams)
+        return (stacked @ stacked.T).double().clamp(0, 1)

@@ -1,4 +1,4 @@
-"""Passes of packed text through a model, ended at the last layer that is needed."""
+"""Forward passes of packed text that end at the last layer needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""calibrate(): passes over the text in groups of layers, one ridge regression an expert, alpha by held-out energy."""
+"""Calibration of a model: groups of layers per pass, a ridge regression per expert, alpha by held-out energy."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from moebudget.calibrate.data import Corpus, Packed
 from moebudget.calibrate.pairs import Direction, Folding, RouteRatios, Similarity
 from moebudget.calibrate.passes import LastLayerSeen, batches, forward
 from moebudget.calibrate.validate import validate
-from moebudget.integrations.families import MoeLayer, model_facts, model_type, moe_layers
-from moebudget.integrations.observe import observe_routes
-from moebudget.provenance import versions
-from moebudget.rivals import METRICS
-from moebudget.stats import ModelFacts, Stats
+from moebudget.core.provenance import versions
+from moebudget.core.stats import ModelFacts, Stats
+from moebudget.engines.transformers.families import MoeLayer, model_facts, model_type, moe_layers
+from moebudget.engines.transformers.observe import observe_routes
+from moebudget.methods.sere import METRICS
 
 DEFAULT_ALPHAS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 MEMORY_SHARE = 0.6
@@ -49,21 +49,21 @@ def free_memory(device: torch.device) -> int:
 def layers_per_pass(
     facts: ModelFacts, device: torch.device, memory: int | None = None, needs: frozenset[str] = DEFAULT_NEEDS
 ) -> int:
-    """How many layers' sums fit into the given or the free memory at once. Raises MemoryError if not even one does."""
+    """Number of layers whose sums fit into `memory` (None: 60 % of the free memory). MemoryError if none fits."""
     room = int(MEMORY_SHARE * free_memory(device)) if memory is None else memory
     n, d = facts.experts, facts.hidden
     wanted = ((PREDICTOR, LayerSums.size_in_bytes(n, d)), (NONLINEAR, LayerSums.size_in_bytes(n, d + FEATURES)))
-    one = max(1, sum(size for names, size in wanted if names & needs))
-    if one > room:
+    per_layer = max(1, sum(size for names, size in wanted if names & needs))
+    if per_layer > room:
         raise MemoryError(
-            f"one layer's statistics take {one / 2**30:.1f} GiB ({n} experts x {d}^2 floats), "
+            f"one layer's statistics take {per_layer / 2**30:.1f} GiB ({n} experts x {d}^2 floats), "
             f"{room / 2**30:.1f} GiB may be used on {device}; free memory or calibrate on a larger device"
         )
-    return min(len(facts.layers), room // one)
+    return min(len(facts.layers), room // per_layer)
 
 
 class LayerSet:
-    """Everything that is collected for one layer: what `needs` names, and the means, which cost next to nothing."""
+    """Collectors of one layer: the statistics that `needs` names, and the means, which cost almost nothing."""
 
     def __init__(self, needs: frozenset[str], facts: ModelFacts, position: int, device: torch.device) -> None:
         n, d = facts.experts, facts.hidden
@@ -86,20 +86,20 @@ class LayerSet:
     def add(self, layer: MoeLayer, hidden: Tensor, ids: Tensor, weights: Tensor, outputs: Tensor) -> None:
         for sums in filter(None, (self.energy, self.nonlinear)):
             sums.add(hidden, ids, weights, outputs)
-        for one in self.pairs:
-            one.add(layer, hidden, ids, weights, outputs)
+        for collector in self.pairs:
+            collector.add(layer, hidden, ids, weights, outputs)
 
     def finish(self, alphas: list[float]) -> dict[str, Tensor]:
         """The layer's tensors by name; slopes [A, N, d] and biases [A, N] of every alpha."""
-        found = self.energy.means()
+        tensors = self.energy.means()
         if self.energy.regress:
-            found["slope"], found["bias"] = solve_ridge(self.energy, alphas)
+            tensors["slope"], tensors["bias"] = solve_ridge(self.energy, alphas)
         if self.nonlinear is not None and self.nonlinear.features is not None:
-            found["nonlinear_slope"], found["nonlinear_bias"] = solve_ridge(self.nonlinear, alphas)
-            found["nonlinear_features"] = self.nonlinear.features
-        for one in self.pairs:
-            found |= one.finish()
-        return {name: (t if name in EXACT else t.float()).cpu() for name, t in found.items()}
+            tensors["nonlinear_slope"], tensors["nonlinear_bias"] = solve_ridge(self.nonlinear, alphas)
+            tensors["nonlinear_features"] = self.nonlinear.features
+        for collector in self.pairs:
+            tensors |= collector.finish()
+        return {name: (t if name in EXACT else t.float()).cpu() for name, t in tensors.items()}
 
 
 @torch.no_grad()
@@ -119,14 +119,14 @@ def calibrate(
 ) -> Stats:
     """Collect the statistics that `needs` names (a policy's `.needs`; default: BASE's) in one run over the corpus.
 
-    Only tokens that the model routes to an expert count for it; padding is left out; held-out documents are used to
-    choose a predictor's alpha (largest retained energy with `batch` rows a step at `budget` experts, default 5/4
-    top-k) and to report R^2, never to fit. `rows` sequences go through the model at a time. Layers are handled in
-    groups of `group` (default: what fits in 60 % of the free memory), one pass over the text a group; a pass ends at
-    the last layer it needs. With `resume`, a finished group is kept in that file and not repeated. Similarities run
-    every expert on every token, up to 51,200 tokens.
+    An expert's statistics use only the tokens routed to it; padding is left out. Held-out documents choose a
+    predictor's alpha (largest retained energy with `batch` rows per step at `budget` experts, default 5/4 top-k) and
+    give the reported R^2; they are never fitted. `rows` sequences go through the model at a time. Layers are handled
+    in groups of `group` (default: as many as fit in 60 % of the free memory), with one pass over the text per group;
+    a pass ends at the last layer it needs. With `resume`, finished groups are saved in that file and not repeated.
+    Similarities run every expert on every token, up to 51,200 tokens.
 
-    Raises ValueError for a statistic that calibration does not make, or a budget that the model does not allow.
+    Raises ValueError for a statistic that calibration does not make, or a budget outside 1 to N.
     """
     layers = moe_layers(model)
     facts = model_facts(layers, model_type(model))
@@ -137,27 +137,27 @@ def calibrate(
     group = layers_per_pass(facts, device, needs=needs) if group is None else group
     budget = min(facts.experts, round(1.25 * facts.top_k)) if budget is None else budget
     if not 1 <= budget <= facts.experts:
-        raise ValueError(f"budget={budget} must lie between 1 and the model's {facts.experts} experts")
+        raise ValueError(f"budget={budget} must be between 1 and the model's {facts.experts} experts")
     console = Console(stderr=True, quiet=quiet)
     key = {
         "facts": facts.config_hash, "routers": facts.router_hash, "data": corpus.id, "alphas": list(alphas),
         "needs": sorted(needs),
     }  # fmt: skip
-    found: dict[str, Tensor] = {} if resume is None else _load_partial(resume, key)
+    collected: dict[str, Tensor] = {} if resume is None else _load_partial(resume, key)
     for start in range(0, len(layers), group):
         positions = range(start, min(start + group, len(layers)))
-        if all(f"{p}.count" in found for p in positions):
+        if all(f"{p}.count" in collected for p in positions):
             continue
         sums = _collect(model, corpus.fit, facts, positions, rows, device, console, needs)
         for position in positions:
             finished = sums.pop(position).finish(list(alphas))
-            found |= {f"{position}.{name}": tensor for name, tensor in finished.items()}
+            collected |= {f"{position}.{name}": tensor for name, tensor in finished.items()}
         if resume is not None:
             partial = resume.with_name(resume.name + ".partial")
-            save_file(found, partial, metadata={"key": json.dumps(key)})
+            save_file(collected, partial, metadata={"key": json.dumps(key)})
             partial.replace(resume)
-    names = {name.partition(".")[2] for name in found}
-    stacked = {name: torch.stack([found[f"{p}.{name}"] for p in range(len(layers))]) for name in sorted(names)}
+    names = {name.partition(".")[2] for name in collected}
+    stacked = {name: torch.stack([collected[f"{p}.{name}"] for p in range(len(layers))]) for name in sorted(names)}
     tensors = {name: stacked[name].float() for name in sorted(names - INTERNAL)}
     tensors["super_expert"] = super_experts(stacked["output_peak"])
     info: dict[str, Any] = {
@@ -198,7 +198,7 @@ def _choose(
     device: torch.device,
     console: Console,
 ) -> tuple[int, Tensor, dict[str, Any]]:
-    """The alpha with the largest held-out retained energy, R^2 [L, N] at it, and what is reported."""
+    """Index of the alpha with the largest held-out retained energy, its R^2 [L, N], and fields for the info."""
     retained, r2 = validate(model, corpus.held_out, stacked, budget, batch, device, console)
     best = int(retained.argmax())
     scored = stacked["count"].float() * r2[best].isfinite()
@@ -212,10 +212,10 @@ def _choose(
 
 
 def super_experts(peak: Tensor) -> Tensor:
-    """Largest |E_u(z)_i| of every expert [L, N] -> 1 for super experts, which REAP does not prune.
+    """Largest |E_u(z)_i| of every expert [L, N] -> 1 for super experts, which REAP does not prune, else 0.
 
-    Above the 99.5th percentile of all experts and a tenth of the largest, in the first 75 % of the layers (REAP,
-    https://arxiv.org/abs/2510.13999, the authors' code).
+    They exceed the 99.5th percentile of all experts and a tenth of the largest value, and are in the first 75 % of the
+    layers (REAP, https://arxiv.org/abs/2510.13999, the authors' code).
     """
     bound = max(float(torch.quantile(peak.flatten().double(), 0.995)), float(peak.max()) / 10)
     early = torch.arange(len(peak), device=peak.device) < 0.75 * len(peak)
@@ -240,10 +240,10 @@ def _collect(
         if position == positions[-1]:
             raise LastLayerSeen
 
-    what = f"layers {positions[0] + 1}-{positions[-1] + 1} of {len(facts.layers)}"
+    label = f"calibrating layers {positions[0] + 1}-{positions[-1] + 1} of {len(facts.layers)}"
     with observe_routes(model, observe, positions) as layers:
         total = -(-len(part.ids) // rows)
-        for ids, mask in track(batches(part, rows, device), f"calibrating {what}", total, console=console):
+        for ids, mask in track(batches(part, rows, device), label, total, console=console):
             keep = slice(None) if bool(mask.all()) else mask.flatten().nonzero().squeeze(-1)
             forward(model, ids, mask)
     return sums

@@ -1,4 +1,4 @@
-"""Held-out retained energy and R^2 of energy predictors: what alpha is chosen by."""
+"""Held-out retained energy, by which alpha is chosen, and R^2 of energy predictors."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from moebudget.calibrate.collect import LOWEST_ENERGY
 from moebudget.calibrate.data import Packed
 from moebudget.calibrate.passes import batches, forward
-from moebudget.integrations.observe import observe_routes
-from moebudget.score import random_features, unit
+from moebudget.core.energy import random_features, unit
+from moebudget.engines.transformers.observe import observe_routes
 
 
 @torch.no_grad()
 def validate(
     model: nn.Module,
     part: Packed,
-    found: dict[str, Tensor],
+    statistics: dict[str, Tensor],
     budget: int,
     batch: int,
     device: torch.device,
@@ -28,11 +28,11 @@ def validate(
 
     A decode batch is `batch` sequences at one position. Retained energy of a set A of `budget` experts is
     sum_{u in A} D*_u / sum_{u in A*} D*_u, with D* the true removal costs and A* their top `budget` (BASE, eq. 12).
-    found holds slope [L, A, N, d'], bias [L, A, N], count and mean_y [L, N]; with d' > d also the random features.
+    `statistics` holds slope [L, A, N, d'], bias [L, A, N], count and mean_y [L, N]; if d' > d, also random features.
     """
-    n_layers, n_alphas, n_experts, _ = found["slope"].shape
-    slope, bias = found["slope"].to(device), found["bias"].to(device)
-    mean_y = found["mean_y"].to(device)
+    n_layers, n_alphas, n_experts, _ = statistics["slope"].shape
+    slope, bias = statistics["slope"].to(device), statistics["bias"].to(device)
+    mean_y = statistics["mean_y"].to(device)
     share, steps = torch.zeros(n_alphas, dtype=torch.float64, device=device), 0
     sse = torch.zeros(n_alphas, n_layers, n_experts, dtype=torch.float64, device=device)
     sst, seen = sse[0].clone(), sse[0].clone()
@@ -44,31 +44,31 @@ def validate(
         y = energy.clamp_min(LOWEST_ENERGY).log()
         x = unit(hidden)
         if slope.shape[-1] > x.shape[-1]:
-            x = random_features(x, found["nonlinear_features"][position].to(device))
+            x = random_features(x, statistics["nonlinear_features"][position].to(device))
         log_energy = torch.einsum("td,and->atn", x, slope[position]) + bias[position][:, None]
         guess = log_energy.gather(-1, ids.expand(n_alphas, *ids.shape))  # [A, T, K]
-        live = mask.flatten()
-        flat = ids[live].flatten()
-        error = (guess - y)[:, live].square().flatten(1).double()
+        unpadded = mask.flatten()
+        flat = ids[unpadded].flatten()
+        error = (guess - y)[:, unpadded].square().flatten(1).double()
         sse[:, position] = sse[:, position].index_add(1, flat, error)
-        spread = (y - mean_y[position].float()[ids])[live].square().flatten().double()
+        spread = (y - mean_y[position].float()[ids])[unpadded].square().flatten().double()
         sst[position] = sst[position].index_add(0, flat, spread)
         seen[position] = seen[position].index_add(0, flat, torch.ones_like(spread))
-        vote = weights.float().square() * live[:, None]
+        vote = weights.float().square() * unpadded[:, None]
         true = _per_expert(vote * energy, ids, n_experts, mask.shape)  # [S, N]
         guessed = _per_expert(vote * guess.exp(), ids.expand_as(guess), n_experts, mask.shape)  # [A, S, N]
         best = true.sort(dim=-1, descending=True).values[:, :budget].sum(-1)
         chosen = guessed.sort(dim=-1, descending=True, stable=True).indices[..., :budget]
         kept = true.expand(n_alphas, *true.shape).gather(-1, chosen).sum(-1)
-        some = best > 0
-        share = share + (kept / best.clamp_min(LOWEST_ENERGY))[:, some].sum(-1).double()
-        steps += int(some.sum())
+        counted = best > 0
+        share = share + (kept / best.clamp_min(LOWEST_ENERGY))[:, counted].sum(-1).double()
+        steps += int(counted.sum())
 
     with observe_routes(model, observe):
         total = -(-len(part.ids) // batch)
         for ids, mask in track(batches(part, batch, device), "held-out retained energy", total, console=console):
             forward(model, ids, mask)
-    fitted = found["count"].to(device) > 0
+    fitted = statistics["count"].to(device) > 0
     r2 = torch.where(fitted & (seen > 1) & (sst > 0), 1 - sse / sst, torch.nan)
     return (share / steps).cpu(), r2.float().cpu()
 

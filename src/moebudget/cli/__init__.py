@@ -1,4 +1,4 @@
-"""The command line: `moebudget demo`, `calibrate`, `allocate`, `eval`, `compare`, `tune`, `report` and more."""
+"""Command line: `moebudget demo`, `diagnose`, `calibrate`, `eval`, `compare`, `tune`, `bench`, `report` and more."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import os
 
 from rich.console import Console
 
-# Importing a module registers its commands, in this order.
+# Importing a module registers its commands; `moebudget --help` lists them in this order.
+# isort: off
 from moebudget.cli import (
+    show,
+    diagnose,
+    calibrate,
     allocate,
+    sketch,
+    evaluate,
+    compare,
+    tune,
+    lm_eval,
     analyse,
     bench,
-    calibrate,
-    compare,
-    diagnose,
-    evaluate,
-    lm_eval,
     report,
-    show,
-    sketch,
-    tune,
-)  # fmt: skip
+)
 from moebudget.cli.app import app
+# isort: on
 
 __all__ = [
     "allocate", "analyse", "app", "bench", "calibrate", "compare", "diagnose", "evaluate", "lm_eval", "main", "report",
@@ -30,17 +32,17 @@ __all__ = [
 
 
 def _user_errors() -> tuple[type[BaseException], ...]:
-    """What a user can mend. Evaluated only when something was raised, so that `--help` loads nothing."""
+    """Errors that a user can fix. Imported only after something was raised, so that `--help` stays fast."""
+    from moebudget.core.types import MissingStatisticError
+    from moebudget.engines.transformers.loading import MissingExtraError
     from moebudget.evaluate.text import InactivePolicyError
-    from moebudget.integrations.loading import MissingExtraError
-    from moebudget.types import MissingStatisticError
 
     known = (ValueError, FileNotFoundError, MissingStatisticError, MissingExtraError, InactivePolicyError, MemoryError)
     return () if os.environ.get("MOEBUDGET_TRACEBACK") else known
 
 
 def main() -> None:
-    """Entry point: what a user can mend is one line and exit code 2; MOEBUDGET_TRACEBACK=1 shows the traceback."""
+    """Entry point. Errors that a user can fix are one line and exit code 2; MOEBUDGET_TRACEBACK=1 shows tracebacks."""
     try:
         app()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""`moebudget analyse`."""
+"""Command `moebudget analyse`."""
 
 from __future__ import annotations
 
@@ -10,53 +10,72 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from moebudget.cli.app import DeviceOption, DtypeOption, ModelArgument, app
-from moebudget.cli.inputs import load_with_windows
+from moebudget.cli.app import (
+    QUALITY,
+    BatchOption,
+    DeviceOption,
+    DtypeOption,
+    LengthOption,
+    ModelArgument,
+    ResultsOption,
+    app,
+)
+from moebudget.cli.inputs import HeldOutData, load_with_windows, note
 
 
-@app.command("analyse")
+@app.command("analyse", rich_help_panel=QUALITY)
 def analyse_command(
     model: ModelArgument,
-    data: Annotated[str, typer.Option(help="Held-out text: file, .jsonl, folder or hub data set.")],
+    data: HeldOutData,
     stats: Annotated[
-        Path | None, typer.Option(help="Statistics, made with --for base,static,nonlinear,sere for all studies.")
+        Path | None,
+        typer.Option(
+            help="Statistics file of `moebudget calibrate`; made with --for base,static,nonlinear,sere it serves all "
+            "studies. Default: none."
+        ),
     ] = None,
-    tasks: Annotated[Path | None, typer.Option(help="Task items, as for `moebudget eval`.")] = None,
+    tasks: Annotated[Path | None, typer.Option(help="Task items, as for `moebudget eval`. Default: none.")] = None,
     study: Annotated[
-        list[str] | None, typer.Option(help="geometry, selection, fill, batch, draining; default: all that can run.")
+        list[str] | None,
+        typer.Option(
+            help="Study to run: geometry, selection, fill, batch or draining; repeat the option for more. Default: "
+            "all that can run."
+        ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Rows a decode step.")] = 16,
-    budget: Annotated[int, typer.Option(min=1, help="Experts of the studies with a fixed budget.")] = 10,
-    windows: Annotated[int, typer.Option(min=1, help="Windows of text at most.")] = 128,
-    length: Annotated[int, typer.Option(min=4, help="Predicted tokens a window.")] = 256,
-    out: Annotated[Path, typer.Option(help="Folder for the rows and the picture.")] = Path("out"),
+    batch: BatchOption = 16,
+    budget: Annotated[
+        int, typer.Option(min=1, help="Budget in experts per layer, for the studies with a fixed budget.")
+    ] = 10,
+    windows: Annotated[int, typer.Option(min=1, help="Most windows of text.")] = 128,
+    length: LengthOption = 256,
+    out: Annotated[Path, typer.Option(help="Folder for the rows and the plot.")] = Path("out"),
     device: DeviceOption = None,
     dtype: DtypeOption = None,
-    results: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
+    results: ResultsOption = None,
 ) -> None:
-    """What removal costs rest on, on your model: geometry of expert outputs, ablations, batch size, draining."""
-    from moebudget import provenance
+    """Study what removal costs assume, on your model: geometry of expert outputs, ablations, batch size, draining."""
     from moebudget.analyse import STUDIES, Setting, can_run, require_study, run_study
-    from moebudget.analyse.show import plot_studies, tables
+    from moebudget.core import provenance
+    from moebudget.core.stats import Stats, load_stats
     from moebudget.demo.tasks import load_items
-    from moebudget.integrations.families import facts_of
-    from moebudget.stats import Stats, load_stats
+    from moebudget.engines.transformers.families import facts_of
+    from moebudget.report.analyses import plot_studies, tables
 
     known = None if stats is None else load_stats(stats)
     items = [] if tasks is None else load_items(tasks)
-    have = set() if known is None else set(known.tensors)
+    held = set() if known is None else set(known.tensors)
     for name in study or []:
-        require_study(name, have, bool(items))
-    chosen = study or [name for name in STUDIES if can_run(name, have, bool(items))]
+        require_study(name, held, bool(items))
+    studies = study or [name for name in STUDIES if can_run(name, held, bool(items))]
     loaded, tokenizer, text, device = load_with_windows(model, known, data, length, windows, device, dtype)
     known = Stats(facts_of(loaded), {}) if known is None else known
     setting = Setting(loaded, model, known, text, items, tokenizer, tokenizer.bos_token_id, batch, budget)
     console, rows = Console(width=max(100, Console().width)), list[dict[str, Any]]()
-    left_out = [name for name in STUDIES if name not in chosen]
+    left_out = [name for name in STUDIES if name not in studies]
     if left_out and not study:
-        Console(stderr=True).print(f"left out, for want of statistics or items: {', '.join(left_out)}")
-    for name in chosen:
-        Console(stderr=True).print(f"study {name}")
+        note(f"left out, because statistics or task items are missing: {', '.join(left_out)}")
+    for name in studies:
+        note(f"study {name}")
         rows += run_study(name, setting)
     stamped = [{**row, **provenance.stamp(device)} for row in rows]
     for table in tables(rows):

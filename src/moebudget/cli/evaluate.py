@@ -1,4 +1,4 @@
-"""`moebudget eval`."""
+"""Command `moebudget eval`."""
 
 from __future__ import annotations
 
@@ -10,111 +10,126 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from moebudget.cli.app import DeviceOption, DtypeOption, app
+from moebudget.cli.app import QUALITY, BatchOption, DeviceOption, DtypeOption, LengthOption, ResultsOption, app
 from moebudget.cli.inputs import (
     AnyModel,
     DataOption,
     ItemsOption,
+    OptionalStats,
     OutOption,
+    PoliciesOption,
     SlicesOption,
-    StatsOption,
     TasksOption,
     read_inputs,
 )
 
 
-@app.command("eval")
+@app.command("eval", rich_help_panel=QUALITY)
 def eval_command(
     model: AnyModel,
-    policy: Annotated[list[str], typer.Option(help="A policy, as base:budget=10; repeat the option for more.")],
+    policy: PoliciesOption,
     data: DataOption = None,
     slices: SlicesOption = None,
-    stats: StatsOption = None,
+    stats: OptionalStats = None,
     tasks: TasksOption = None,
     items: ItemsOption = 24,
-    batch: Annotated[int, typer.Option(min=1, help="Rows a decode step, kept constant.")] = 16,
-    windows: Annotated[int, typer.Option(min=1, help="Windows of text to evaluate at most.")] = 64,
-    length: Annotated[int, typer.Option(min=4, help="Predicted tokens a window.")] = 256,
-    prefill: Annotated[int, typer.Option(min=1, help="Leading tokens of a window that are prefill.")] = 1,
+    batch: BatchOption = 16,
+    windows: Annotated[int, typer.Option(min=1, help="Most windows of text to evaluate.")] = 64,
+    length: LengthOption = 256,
+    prefill: Annotated[int, typer.Option(min=1, help="Leading tokens of each window that are prefill.")] = 1,
     devices: Annotated[
         int | None,
-        typer.Option(min=1, help="Experts lie on this many devices, in equal blocks (for policies with a placement)."),
+        typer.Option(
+            min=1,
+            help="Devices that hold equal blocks of experts, for policies that read a placement. Default: none.",
+        ),
     ] = None,
     draining: Annotated[
         bool,
-        typer.Option("--draining", help="Tasks, and --generate alone, in batches that drain before the next starts."),
+        typer.Option(
+            "--draining",
+            help="Run tasks and --generate in batches that empty before the next starts, instead of refilling rows.",
+        ),
     ] = False,
     noise: Annotated[
-        bool, typer.Option(help="Run up to four batches again with other batch mates, for the noise of the batch.")
+        bool,
+        typer.Option(
+            help="Measure the noise of the batch composition: run up to four batches again, mixed differently."
+        ),
     ] = True,
     generate: Annotated[
         int,
         typer.Option(
             min=0,
-            help="Also continue the windows' first 32 tokens by this many, for loops and ends; in a constant batch "
-            "and in draining ones.",
+            help="Tokens to generate after the first 32 of each window, to count loops and ends, in a constant and in "
+            "draining batches; 0 for none.",
         ),
     ] = 0,
     out: OutOption = Path("out"),
     device: DeviceOption = None,
     dtype: DtypeOption = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here too.")] = None,
-    results: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write the rows to this .json file. Default: do not.")
+    ] = None,
+    results: ResultsOption = None,
 ) -> None:
-    """Loss, agreement, task accuracy and fetched experts of policies in decode mode, on the same batches."""
-    from moebudget import provenance
+    """Evaluate policies in decode mode on the same batches: loss, agreement, task accuracy and fetched experts."""
+    from moebudget.core import provenance
+    from moebudget.core.types import PLACEMENT
+    from moebudget.engines.transformers.attach import place_experts
     from moebudget.evaluate.generate import BATCHINGS, PROMPT, Generated, generated_table
     from moebudget.evaluate.generate import generate as make
-    from moebudget.evaluate.report import evaluate, quality_table
+    from moebudget.evaluate.quality import evaluate, quality_table
     from moebudget.evaluate.verdicts import verdict_table
-    from moebudget.integrations.transformers import place_experts
-    from moebudget.presets import dense, parse
-    from moebudget.types import PLACEMENT
+    from moebudget.methods.native import native
+    from moebudget.methods.registry import parse
 
     parsed = [parse(text) for text in policy]
-    given = read_inputs(
+    inputs = read_inputs(
         model, data=data, stats=stats, tasks=tasks, demo_items=items, windows=windows, length=length, out=out,
         device=device, dtype=dtype, slices=slices,
     )  # fmt: skip
     for p in parsed:
-        given.require(p.name, p.needs if devices is None else p.needs - PLACEMENT)
-    loaded = given.load(parsed)
-    known = given.stats if devices is None else place_experts(loaded, given.stats, devices)
+        inputs.require(p.name, p.needs if devices is None else p.needs - PLACEMENT)
+    loaded = inputs.load(parsed)
+    known = inputs.stats if devices is None else place_experts(loaded, inputs.stats, devices)
     made: list[Generated] = []
-    if generate:  # first, for it can be refused
-        every = [*([] if any(p.name == "dense" for p in parsed) else [dense()]), *parsed]
+    if generate:  # first, because it can fail
+        with_native = [*([] if any(p.name == "native" for p in parsed) else [native()]), *parsed]
         kinds = BATCHINGS[1:] if draining else BATCHINGS
-        prompts = given.windows[:, :PROMPT]
-        made = make(loaded, every, known, prompts, given.tokenizer, tokens=generate, batch=batch, batchings=kinds)
+        prompts = inputs.windows[:, :PROMPT]
+        made = make(
+            loaded, with_native, known, prompts, inputs.tokenizer, tokens=generate, batch=batch, batchings=kinds
+        )
     rows = evaluate(
         loaded,
         parsed,
         known,
-        given.windows,
-        items=given.items,
-        tokenizer=given.tokenizer,
-        start_id=given.start_id,
+        inputs.windows,
+        items=inputs.items,
+        tokenizer=inputs.tokenizer,
+        start_id=inputs.start_id,
         batch=batch,
         prefill=prefill,
         refill=not draining,
-        slices=given.slices,
+        slices=inputs.slices,
         noise=noise,
     )
-    stamp, rates = provenance.stamp(given.device), dict[str, dict[str, Any]]()
-    for one in made:
-        rates.setdefault(one.policy, {}).update(one.as_fields())
-    documents_out: list[dict[str, Any]] = [
-        {**row.as_row(given.name), **rates.get(row.policy, {}), **stamp} for row in rows
+    stamp, rates = provenance.stamp(inputs.device), dict[str, dict[str, Any]]()
+    for generated in made:
+        rates.setdefault(generated.policy, {}).update(generated.as_fields())
+    documents: list[dict[str, Any]] = [
+        {**row.as_row(inputs.name), **rates.get(row.policy, {}), **stamp} for row in rows
     ]
-    title = f"{given.name}, batch {batch}: {rows[0].tokens:,} tokens, {len(given.windows)} windows"
+    title = f"{inputs.name}, batch {batch}: {rows[0].tokens:,} tokens, {len(inputs.windows)} windows"
     title += f", {rows[0].items} items" if rows[0].items else ""
-    console = Console(width=max(110, Console().width))
+    console = Console(width=max(120, Console().width))
     console.print(quality_table(rows, title))
     console.print(verdict_table(rows))
     if made:
         console.print(generated_table(made))
     if json_file is not None:
-        json_file.write_text(json.dumps(documents_out, indent=1) + "\n", encoding="utf-8")
+        json_file.write_text(json.dumps(documents, indent=1) + "\n", encoding="utf-8")
     if results is not None:
-        provenance.append_rows(results, documents_out)
-    sys.stdout.write(json.dumps({"rows": documents_out}) + "\n")
+        provenance.append_rows(results, documents)
+    sys.stdout.write(json.dumps({"rows": documents}) + "\n")

@@ -1,7 +1,8 @@
-"""Model, statistics, text and items of a command, from files or of the demo; what can be refused comes first."""
+"""Inputs of a command: model, statistics, text and task items, from files or the demo, checked before the weights."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,35 +14,57 @@ from rich.console import Console
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from moebudget.policy import Policy
-    from moebudget.stats import ModelFacts, Stats
+    from moebudget.core.policy import Policy
+    from moebudget.core.stats import ModelFacts, Stats
 
 DEMO = "demo"
-DEMO_TOKENS = 30_000  # that its statistics are calibrated on
+DEMO_TOKENS = 30_000  # calibration tokens of the demo's statistics
 DEMO_STATS = "demo-stats.safetensors"
 
 AnyModel = Annotated[
-    str, typer.Argument(help="A transformers checkpoint: a folder or a hub name; or `demo`, the one in the package.")
+    str, typer.Argument(help="Transformers checkpoint: a folder or a hub name; or `demo`, the model in the package.")
 ]
-DataOption = Annotated[str | None, typer.Option(help="Held-out text: file, .jsonl, folder or hub data set.")]
-StatsOption = Annotated[Path | None, typer.Option(help="Statistics made by `moebudget calibrate`.")]
+HeldOutData = Annotated[str, typer.Option(help="Held-out text: file, .jsonl, folder or hub data set.")]
+DataOption = Annotated[
+    str | None,
+    typer.Option(help="Held-out text: file, .jsonl, folder or hub data set. Default: none, except for `demo`."),
+]
+OptionalStats = Annotated[
+    Path | None,
+    typer.Option(
+        help="Statistics file written by `moebudget calibrate`. Default: none; `demo` is calibrated if necessary."
+    ),
+]
 TasksOption = Annotated[
     Path | None,
-    typer.Option(help="Task items, one JSON object a line with task, prompt and target (the exact continuation)."),
+    typer.Option(
+        help="Task items: one JSON object per line with task, prompt and target (the exact continuation). Default: "
+        "none, except for `demo`."
+    ),
 ]
-ItemsOption = Annotated[int, typer.Option(min=0, help="Items of each of the nine tasks, for `demo`.")]
+PoliciesOption = Annotated[
+    list[str],
+    typer.Option(help="Policy string, such as base:budget=10 (see `moebudget policies`); repeat the option for more."),
+]
+ItemsOption = Annotated[int, typer.Option(min=0, help="Items of each of the nine tasks of `demo`.")]
 SlicesOption = Annotated[
     str | None,
-    typer.Option(help="The field of a .jsonl text's rows that names their slice, as lang; the demo has domain, lang."),
+    typer.Option(
+        help="Field of the .jsonl text that names a row's slice, such as lang; for `demo` domain or lang. Each slice "
+        "gets its own result. Default: no slices."
+    ),
 ]
-OutOption = Annotated[Path, typer.Option(help="Folder for what the command writes, and for the demo's statistics.")]
+VllmOption = Annotated[
+    str, typer.Option("--vllm", help="Arguments of vLLM's LLM, as a JSON object such as '{\"enforce_eager\": true}'.")
+]
+OutOption = Annotated[Path, typer.Option(help="Folder for the command's output and the demo's statistics.")]
 
 
 @dataclass(slots=True)
 class Inputs:
-    """What a command measures on, read before the weights."""
+    """Inputs of a measurement, read before the weights."""
 
-    name: str  # of the model, in rows
+    name: str  # the model's name in rows
     path: str
     facts: ModelFacts
     tokenizer: Any
@@ -52,15 +75,15 @@ class Inputs:
     stats_file: Path | None  # where the statistics are, or will be
     device: str
     dtype: str
-    slices: tuple[str, ...] = ()  # of each window, if a field names them
+    slices: tuple[str, ...] = ()  # the slice of each window, if a field names it
 
     @property
     def is_demo(self) -> bool:
         return self.path != self.name
 
     def require(self, policy: str, needs: Iterable[str]) -> None:
-        """Raise MissingStatisticError for what a policy reads and neither the statistics nor `load` will hold."""
-        from moebudget.stats import require_stats
+        """Raise MissingStatisticError for tensors that neither the statistics hold nor `load` will make."""
+        from moebudget.core.stats import require_stats
 
         needs = frozenset(needs)
         if self.stats is not None:
@@ -77,8 +100,8 @@ class Inputs:
         return calibrated if self.stats is None else frozenset(self.stats.tensors)
 
     def load(self, policies: Iterable[Policy]) -> nn.Module:
-        """The model; for `demo`, calibrates the statistics if a policy needs them and there are none."""
-        from moebudget.integrations.loading import load_model, vocabulary
+        """The model; if the demo has no statistics and a policy needs them, calibrate first."""
+        from moebudget.engines.transformers.loading import load_model, vocabulary
 
         model, _ = load_model(self.path, device=self.device, dtype=self.dtype, stats=self.stats)
         if self.stats is None and self.stats_file is not None and any(p.needs for p in policies):
@@ -89,17 +112,28 @@ class Inputs:
             self.stats = calibrate(model, corpus, model_id=NAME, budget=10, batch=BATCH)
             self.stats_file.parent.mkdir(parents=True, exist_ok=True)
             self.stats.save(self.stats_file)
-            note(f"statistics from {DEMO_TOKENS:,} tokens: {self.stats_file}, which the next run reads")
+            note(f"wrote statistics from {DEMO_TOKENS:,} tokens to {self.stats_file}; the next run reads them")
         return model
 
 
 def note(text: str) -> None:
-    """A line for people, beside the output."""
+    """Print a line to stderr."""
     Console(stderr=True, soft_wrap=True, highlight=False).print(text, markup=False)
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """The object in the text of --vllm. Raises ValueError if it is not one."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--vllm {text!r} is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f'--vllm {text!r} must be an object, such as {{"enforce_eager": true}}')
+    return value
+
+
 def require_folder(output: Path) -> None:
-    """FileNotFoundError if a file could not be written for want of its folder; before the slow step."""
+    """Raise FileNotFoundError if the folder of an output file does not exist; call it before the slow step."""
     if not output.parent.is_dir():
         raise FileNotFoundError(f"the folder {output.parent} for {output.name} does not exist; make it first")
 
@@ -107,9 +141,9 @@ def require_folder(output: Path) -> None:
 def load_with_windows(
     model: str, stats: Stats | None, data: str, length: int, windows: int, device: str | None, dtype: str | None
 ) -> tuple[Any, Any, Tensor, str]:
-    """The model, its tokenizer, windows of text [n, length + 1], and the device that was given or chosen."""
-    from moebudget.evaluate.windows import read_windows
-    from moebudget.integrations import loading
+    """The model, its tokenizer, windows of text [n, length + 1], and the device in use."""
+    from moebudget.engines.transformers import loading
+    from moebudget.evaluate.corpus import read_windows
 
     device = loading.default_device() if device is None else device
     dtype = loading.default_dtype(device) if dtype is None else dtype
@@ -132,25 +166,25 @@ def read_inputs(
     dtype: str | None,
     slices: str | None = None,
 ) -> Inputs:
-    """Everything but the weights. `demo_items` of each task stand for `tasks` if the model is `demo`.
+    """Everything but the weights. Without `tasks`, the model `demo` gets `demo_items` of each of its tasks.
 
-    Raises ValueError without a text, and what reading each of them raises.
+    Raises ValueError without a text, and the errors of reading each input.
     """
+    from moebudget.core.stats import load_stats
     from moebudget.demo import run as demo
     from moebudget.demo.tasks import load_items
-    from moebudget.evaluate.windows import read_sliced, read_windows
-    from moebudget.integrations import loading
-    from moebudget.integrations.families import facts_of
-    from moebudget.stats import load_stats
+    from moebudget.engines.transformers import loading
+    from moebudget.engines.transformers.families import facts_of
+    from moebudget.evaluate.corpus import read_sliced, read_windows
 
     embedded = model == DEMO
     if data is None and not embedded:
-        raise ValueError(f"which text? --data held-out.txt (model {DEMO!r} brings its own)")
+        raise ValueError(f"there is no text: use --data held-out.txt (only the model {DEMO!r} includes a text)")
     if data is None and slices not in (None, "domain", "lang"):
-        raise ValueError(f"--slices {slices}: the demo's own text has slices by domain, another of its files by lang")
+        raise ValueError(f"--slices {slices}: the demo has slices by domain, or by lang in another of its texts")
     if data is None and slices == "lang":
         data = str(demo.LANGUAGES)
-        note(f"{demo.NAME} was trained on English and code alone: other languages are out of its domain")
+        note(f"{demo.NAME} was trained on English and code only: other languages are outside its domain")
     file = stats
     if stats is None and embedded and out is not None:
         file = out / DEMO_STATS

@@ -1,4 +1,4 @@
-"""`moebudget report`."""
+"""Command `moebudget report`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from moebudget.cli.app import app
+from moebudget.cli.app import SPEED, app
 
 
-@app.command()
+@app.command(rich_help_panel=SPEED)
 def report(
-    rows: Annotated[list[Path], typer.Argument(help="Rows that --results, --json or a benchmark wrote.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
-    plots: Annotated[Path | None, typer.Option(help="Also write every plot here, as .svg and .png.")] = None,
-    title: Annotated[str | None, typer.Option(help="The page's heading.")] = None,
+    rows: Annotated[list[Path], typer.Argument(help="Files of rows, written with --results or --json.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="HTML page to write.")] = Path("report.html"),
+    plots: Annotated[
+        Path | None, typer.Option(help="Also write every plot into this folder, as .svg and .png. Default: do not.")
+    ] = None,
+    title: Annotated[str | None, typer.Option(help="Heading of the page. Default: a general one.")] = None,
 ) -> None:
-    """One HTML page from benchmark rows: quality, time, kernels, studies, and where every row comes from."""
+    """Write one HTML page from benchmark rows: quality, time, kernels, studies, and the origin of every row."""
     from moebudget.report import build
 
     made = build(rows, out, plots=plots, title=title)

@@ -1,0 +1,1 @@
+"""Demo on the small model that ships with the package: its data, its tasks and its run."""

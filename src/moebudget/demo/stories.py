@@ -1,8 +1,8 @@
-"""The two tasks told in sentences: word problems with a worked solution, and yes/no questions on a passage."""
+"""The demo's tasks in sentences: word problems with a worked solution, and yes/no questions on a passage."""
 
 from __future__ import annotations
 
-from moebudget.demo.tasks import ANIMALS, COLORS, ITEMS, NAMES, PLACES, Rng, TaskItem
+from moebudget.demo.items import ANIMALS, COLORS, ITEMS, NAMES, PLACES, Rng, TaskItem
 
 
 def make_word(rng: Rng) -> TaskItem:
@@ -62,9 +62,9 @@ def make_boolq(rng: Rng) -> TaskItem:
     for p in people:
         place[p], color[p], animal[p] = rng.choice(PLACES), rng.choice(COLORS), rng.choice(ANIMALS)
         age[p] = rng.randint(5, 80)
-        own = [f"{p} is in the {place[p]}.", f"{p} has a {color[p]} {animal[p]}.", f"{p} is {age[p]} years old."]
-        rng.shuffle(own)
-        facts += own
+        about = [f"{p} is in the {place[p]}.", f"{p} has a {color[p]} {animal[p]}.", f"{p} is {age[p]} years old."]
+        rng.shuffle(about)
+        facts += about
     rng.shuffle(facts)
     p, q = rng.sample(people, 2)
     form, yes = rng.randrange(4), rng.random() < 0.5

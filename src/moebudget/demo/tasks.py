@@ -1,10 +1,10 @@
-"""Nine synthetic tasks with exactly measurable accuracy, for language models of a few million parameters.
+"""Nine synthetic tasks with exact answers, for language models of a few million parameters.
 
 Every item has a canonical key (`add:37:58` with sorted operands, a template number plus its operands for a word
 problem, the expression itself for code). A hash of the key decides whether the item belongs to train, test or
-few-shot, so the parts are disjoint whatever the seed or the size. Worked solutions (tasks `chain` and `word`) also
-carry the keys of their single steps, and a training item with a held-out step is dropped. Facts with both operands
-below ten are always training items.
+few-shot, so the parts are disjoint for every seed and size. Worked solutions (tasks `chain` and `word`) also contain
+facts with keys, and a training item with a held-out fact is dropped. Facts with both operands below ten are always
+training items.
 """
 
 from __future__ import annotations
@@ -15,41 +15,18 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from moebudget.provenance import json_lines
+from moebudget.core.provenance import json_lines
+from moebudget.demo.items import ANIMALS, COLORS, ITEMS, Rng, TaskItem
+from moebudget.demo.stories import make_boolq, make_word
 
 END_OF_TEXT = "<|endoftext|>"
 TEST_PERMILLE, FEWSHOT_PERMILLE = 34, 6
-Rng = random.Random
-
-NAMES = (
-    "Anna Ben Carla David Emma Frank Grace Henry Ivy Jack Kate Leo Mia Noah Olivia Paul Quinn Rosa Sam Tara Uma "
-    "Victor Wendy Xander Yara Zoe Alice Bob Clara Daniel Ella Finn Gina Hugo Irene James"
-).split()
-ITEMS = (
-    "apples oranges pencils books marbles stickers cookies coins stamps shells cards balloons buttons candles "
-    "flowers eggs stones toys cups hats"
-).split()
-COLORS = "red blue green yellow black white brown pink gray orange".split()
-PLACES = "garden kitchen park school library market station museum office beach".split()
-ANIMALS = "cat dog bird horse rabbit fox bear duck goat mouse".split()
-
-
-@dataclass(frozen=True, slots=True)
-class TaskItem:
-    """One question: `target` is the exact continuation of `prompt`; `choices` exist where chance is not about 0."""
-
-    task: str
-    prompt: str
-    target: str
-    choices: tuple[str, ...] | None = None
-    key: str = ""
 
 
 def split_of(key: str) -> str:
-    """`train`, `test` or `fewshot`, decided by the key alone."""
+    """The part of an item, `train`, `test` or `fewshot`, by its key alone."""
     parts = key.split(":")
     if parts[0] in ("add", "sub", "mul", "cmp") and int(parts[1]) < 10 and int(parts[2]) < 10:
         return "train"
@@ -60,7 +37,7 @@ def split_of(key: str) -> str:
 
 
 def step_keys(text: str) -> list[str]:
-    """Keys of every `a op b = c` step that a worked solution spells out."""
+    """Keys of every fact `a op b = c` in a worked solution."""
     steps = re.findall(r"(?<![\d-])(-?\d+) ([+*-]) (-?\d+)(?= =)", text)
     names = {"+": "add", "-": "sub", "*": "mul"}
     return [_pair(names[op], abs(int(a)), abs(int(b))) for a, op, b in steps]
@@ -80,8 +57,8 @@ def _sum_digits(rng: Rng) -> tuple[int, int]:
 
 
 def make_add(rng: Rng) -> TaskItem:
-    digits, other = _sum_digits(rng)
-    a, b = _number(rng, digits), _number(rng, other)
+    digits_a, digits_b = _sum_digits(rng)
+    a, b = _number(rng, digits_a), _number(rng, digits_b)
     if rng.random() < 0.5:
         a, b = b, a
     return TaskItem("add", f"question: {a} + {b} = answer:", f" {a + b}", None, _pair("add", a, b))
@@ -97,8 +74,8 @@ def make_sub(rng: Rng) -> TaskItem:
 
 
 def make_mul(rng: Rng) -> TaskItem:
-    digits, other = rng.choices([(1, 1), (2, 1), (2, 2), (3, 1), (4, 1)], [1, 4, 4, 3, 2])[0]
-    a, b = _number(rng, digits), _number(rng, other)
+    digits_a, digits_b = rng.choices([(1, 1), (2, 1), (2, 2), (3, 1), (4, 1)], [1, 4, 4, 3, 2])[0]
+    a, b = _number(rng, digits_a), _number(rng, digits_b)
     if rng.random() < 0.5:
         a, b = b, a
     return TaskItem("mul", f"question: {a} * {b} = answer:", f" {a * b}", None, _pair("mul", a, b))
@@ -182,8 +159,6 @@ def make_compare(rng: Rng) -> TaskItem:
 
 def makers() -> dict[str, tuple[Callable[[Rng], TaskItem], float]]:
     """Task name -> (maker, share of the training bytes)."""
-    from moebudget.demo.stories import make_boolq, make_word
-
     return {
         "add": (make_add, 1.6),
         "sub": (make_sub, 1.4),
@@ -198,22 +173,22 @@ def makers() -> dict[str, tuple[Callable[[Rng], TaskItem], float]]:
 
 
 def held_out(part: str, per_task: int, seed: int = 0) -> list[TaskItem]:
-    """`per_task` distinct items of every task from the part `test` or `fewshot`, the same for the same seed."""
+    """`per_task` distinct items of every task from the part `test` or `fewshot`, determined by the seed."""
     if part not in ("test", "fewshot"):
         raise ValueError(f"unknown part {part!r}: the held-out parts are 'test' and 'fewshot'")
     items: list[TaskItem] = []
     for task, (make, _) in makers().items():
-        rng, found = random.Random(f"{seed}-test-{task}"), dict[str, TaskItem]()
-        while len(found) < per_task:
+        rng, by_key = random.Random(f"{seed}-test-{task}"), dict[str, TaskItem]()
+        while len(by_key) < per_task:
             item = make(rng)
             if split_of(item.key) == part:
-                found.setdefault(item.key, item)
-        items += found.values()
+                by_key.setdefault(item.key, item)
+        items += by_key.values()
     return items
 
 
 def training_documents(total_bytes: int, seed: int = 0) -> Iterator[str]:
-    """Documents of one to twelve items of one task, about `total_bytes` together, bytes shared out by weight."""
+    """Documents of one to twelve items of one task, about `total_bytes` in all, divided among the tasks by weight."""
     rng, table, size = random.Random(f"{seed}-train"), makers(), Counter[str]()
     while size.total() < total_bytes:
         task = min(table, key=lambda name: size[name] / table[name][1])
@@ -237,7 +212,7 @@ def save_items(items: list[TaskItem], path: Path) -> None:
 
 
 def load_items(path: Path) -> list[TaskItem]:
-    """Read `save_items`' format; an error names the line that is not an item."""
+    """Read the format of `save_items`. Raises ValueError that names the line which is not an item."""
     items = []
     for where, row in json_lines(path):
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moebudget.evaluate.report import Quality, evaluate
+from moebudget.evaluate.quality import Quality, evaluate
 from moebudget.evaluate.retained import retained_energy
 from moebudget.evaluate.tasks import TaskResult, evaluate_tasks
 from moebudget.evaluate.text import InactivePolicyError, TextResult, evaluate_text

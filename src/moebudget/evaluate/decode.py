@@ -1,4 +1,4 @@
-"""Free-running greedy decoding in a constant batch: the next request takes a finished one's place at once."""
+"""Greedy decoding in a constant batch: the next request takes the slot of a finished one at once."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
 
+from moebudget.core.counters import Counters
+from moebudget.core.policy import Policy
+from moebudget.core.stats import Stats
+from moebudget.engines.transformers.attach import attach
 from moebudget.evaluate.tasks import cache_argument, prefill
 from moebudget.evaluate.text import require_active, sum_counters
-from moebudget.integrations.transformers import attach
-from moebudget.policy import Policy
-from moebudget.runtime import Counters
-from moebudget.stats import Stats
 
 
 class UnsupportedCacheError(ValueError):
-    """A cache whose rows cannot be exchanged one by one."""
+    """A cache whose rows cannot be replaced one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt of at least two tokens, the most tokens to generate, and texts that end the answer."""
+    """A prompt of at least two tokens, the maximum number of tokens to generate, and texts that end the answer."""
 
     prompt: tuple[int, ...]
     most: int
@@ -49,7 +49,7 @@ class Decoded:
 
 @dataclass(slots=True)
 class _Lane:
-    index: int  # of the request
+    index: int  # of its request
     token: int  # to feed next
     answer: list[int] = field(default_factory=list)
     done: bool = False
@@ -69,19 +69,19 @@ def decode(
 ) -> Decoded:
     """Answer the requests greedily, `batch` in flight; all rows of a step decide together.
 
-    Prompts but for their last token are prefilled densely; that token is the first decode step, so that an answer of
-    one token is decided under the policy too. While requests last, every step has `batch` rows; when none is left the
-    batch drains, which `Decoded.tail` counts apart. Without `constant`, `batch` requests start together and the next
-    ones when all have finished; rows that have finished do not vote.
+    Prompts are prefilled with native routing, except for the last token. That token is the first decode step, so the
+    policy also applies to answers of one token. While requests wait, every step has `batch` rows; then the batch
+    drains, which `Decoded.tail` counts separately. Without `constant`, `batch` requests start together and the next
+    ones start when all have finished; finished rows do not vote.
 
-    Raises ValueError for a request that cannot be decoded, UnsupportedCacheError if the model's cache keeps anything
-    but keys and values of all tokens (a sliding window, a state) and `constant` is on, InactivePolicyError.
+    Raises ValueError for a request that cannot be decoded, UnsupportedCacheError if `constant` is on and the model's
+    cache holds anything but keys and values of all tokens (a sliding window, a state), InactivePolicyError.
     """
     if not requests:
         raise ValueError("no requests to decode")
     for request in requests:
         if len(request.prompt) < 2 or request.most < 1:
-            raise ValueError(f"a request needs 2 tokens of prompt and 1 to generate, not {request!r}")
+            raise ValueError(f"a request needs at least 2 prompt tokens and 1 token to generate: {request!r}")
     ends = ending_ids(model, tokenizer)
     queue, lanes = deque(range(len(requests))), list[_Lane]()
     tokens: list[list[int]] = [[] for _ in requests]
@@ -128,7 +128,7 @@ def decode(
 
 
 class _Flight:
-    """Cache and mask [n, L] of the rows in flight; every row's own columns are its last ones."""
+    """Cache and mask [n, L] of the rows in flight; every row is aligned to the right."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.device = model, next(model.parameters()).device
@@ -136,22 +136,22 @@ class _Flight:
         self.mask = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
 
     def join(self, prompts: list[list[int]], fresh: bool) -> None:
-        """Prefill the prompts but for their last tokens; their rows come after those in flight, or replace them."""
+        """Prefill the prompts without their last tokens; append their rows to those in flight, or replace them."""
         cache, mask = prefill(self.model, prompts, self.device)
         if not fresh:
             cache, mask = _joined([(_states(self.cache), self.mask), (_states(cache), mask)])
         self.cache, self.mask = cache, mask
 
     def keep(self, rows: list[int]) -> None:
-        """Forget all rows but these."""
+        """Drop all rows except these."""
         if not rows:
             self.cache, self.mask = None, self.mask[:0]
             return
-        picked = [(keys[rows], values[rows]) for keys, values in _states(self.cache)]
-        self.cache, self.mask = _joined([(picked, self.mask[rows])])
+        kept = [(keys[rows], values[rows]) for keys, values in _states(self.cache)]
+        self.cache, self.mask = _joined([(kept, self.mask[rows])])
 
     def step(self, tokens: list[int]) -> list[int]:
-        """Feed one token a row; the most likely next ones."""
+        """Feed one token per row; return the most likely next tokens."""
         ids = torch.tensor(tokens, device=self.device)[:, None]
         self.mask = torch.cat([self.mask, torch.ones_like(ids)], 1)
         logits = self.model(
@@ -170,11 +170,11 @@ States = list[tuple[Tensor, Tensor]]  # keys and values [n, heads, L, d] of ever
 def _states(cache: Any) -> States:
     from transformers.cache_utils import DynamicLayer
 
-    other = {type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer}
-    if other:
+    unsupported = {type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer}
+    if unsupported:
         raise UnsupportedCacheError(
-            f"rows of a cache with {', '.join(sorted(other))} cannot be exchanged one by one, so the batch cannot be "
-            "kept constant; use constant=False (eval --draining): it then drains"
+            f"rows of a cache with {', '.join(sorted(unsupported))} cannot be replaced one by one, so the batch "
+            "cannot be constant; use constant=False (eval --draining) to let batches drain"
         )
     return [(layer.keys, layer.values) for layer in cache.layers]
 
@@ -201,10 +201,10 @@ def _joined(parts: list[tuple[States, Tensor]]) -> tuple[Any, Tensor]:
 
 
 def ending_ids(model: nn.Module, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end an answer, by the generation settings and the tokenizer."""
-    given: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    several = given if isinstance(given, list | tuple) else [given]
-    return frozenset(i for i in (*several, tokenizer.eos_token_id) if i is not None)
+    """Tokens that end an answer, from the generation settings and the tokenizer."""
+    eos: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    eos_ids = eos if isinstance(eos, list | tuple) else [eos]
+    return frozenset(i for i in (*eos_ids, tokenizer.eos_token_id) if i is not None)
 
 
 def _ended(answer: list[int], request: Request, tokenizer: Any, ends: frozenset[int]) -> bool:

@@ -1,4 +1,4 @@
-"""How greedy generations end: by themselves, in a loop, or at the limit; in a constant batch, and in draining ones."""
+"""Endings of greedy generations (end token, loop, or token limit), in constant and in draining batches."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
 
+from moebudget.core.policy import Policy
+from moebudget.core.stats import Stats
 from moebudget.evaluate.decode import Request, decode, ending_ids
 from moebudget.evaluate.paired import FEW_SAMPLES
-from moebudget.policy import Policy
-from moebudget.stats import Stats
 
 PROMPT = 32  # tokens of a window that `moebudget eval --generate` continues
-PERIOD = 16  # the longest piece that a loop repeats
+PERIOD = 16  # tokens of the longest sequence that a loop repeats
 COPIES = 3
-LOOP = 12  # tokens that a loop covers at least
+LOOP = 12  # minimum length of a loop in tokens
 BATCHINGS = ("constant", "draining")
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """Percent of continuations that loop, and that end by themselves, in one kind of batch.
+    """Percent of continuations that loop, and that end with an end token, in one kind of batch.
 
-    `fetched` and `rows` are of the steps with all rows where the batch is constant; its last requests drain in `tail`
-    percent of the steps. They are of all steps, and `tail` is 0, where every batch drains.
+    In a constant batch, `fetched` and `rows` count full steps only; `tail` is the percentage of steps in which the
+    last requests drain. In draining batches they count all steps, and `tail` is 0.
     """
 
     policy: str
@@ -36,9 +36,9 @@ class Generated:
     loops: float
     ends: float
     n: int
-    tokens: int  # at most, of a continuation
+    tokens: int  # maximum per continuation
     fetched: float
-    rows: float  # a step
+    rows: float  # per step
     tail: float
 
     def as_fields(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class Generated:
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Whether the text ends in three or more copies of a piece of up to 16 tokens, 12 tokens or more together."""
+    """Whether the text ends in three or more copies of up to 16 tokens that cover at least 12 tokens."""
     for period in range(1, PERIOD + 1):
         length = max(LOOP, COPIES * period)
         tail = tokens[-length:]
@@ -72,8 +72,8 @@ def generate(
 ) -> list[Generated]:
     """Greedy continuations of prompts [n, P], `batch` in flight, every decode step under the policy; see `decode`.
 
-    ValueError below 30 prompts, whose rates would say nothing, and for fewer than `batch`, which fill no step;
-    UnsupportedCacheError where the model's cache allows no constant batch.
+    Raises ValueError for fewer than 30 prompts, too few for a rate, or fewer than `batch`, too few for a full step;
+    UnsupportedCacheError if the model's cache does not allow a constant batch.
     """
     least = max(FEW_SAMPLES, batch)
     if len(prompts) < least:
@@ -96,12 +96,12 @@ def _generated(
     batching: str,
 ) -> Generated:
     constant, ends, n = batching == "constant", ending_ids(model, tokenizer), len(requests)
-    found = decode(model, policy, stats, requests, tokenizer, batch=batch, constant=constant, quiet=True)
-    ended = sum(text[-1] in ends for text in found.tokens)
-    looped = sum(text[-1] not in ends and loops(text) for text in found.tokens)
-    everything = found.counters
-    mine = found.full if constant else everything
-    assert mine is not None  # as many requests as rows at least
+    decoded = decode(model, policy, stats, requests, tokenizer, batch=batch, constant=constant, quiet=True)
+    ended = sum(text[-1] in ends for text in decoded.tokens)
+    looped = sum(text[-1] not in ends and loops(text) for text in decoded.tokens)
+    all_steps = decoded.counters
+    counted = decoded.full if constant else all_steps
+    assert counted is not None  # there are at least as many requests as rows
     return Generated(
         policy.name,
         batching,
@@ -109,22 +109,22 @@ def _generated(
         100 * ended / n,
         n,
         requests[0].most,
-        mine.fetched,
-        mine.totals["rows"] / mine.totals["steps"],
-        100 * (1 - mine.steps / everything.steps),
+        counted.fetched,
+        counted.totals["rows"] / counted.totals["steps"],
+        100 * (1 - counted.steps / all_steps.steps),
     )
 
 
 def generated_table(rows: Sequence[Generated]) -> Table:
-    """Rates beside the dense model's, the two kinds of batch apart."""
+    """Rates of each policy by kind of batch, native routing included."""
     table = Table(
         title=f"{rows[0].n} greedy continuations of at most {rows[0].tokens} tokens",
-        caption="constant: a finished continuation's place is taken by the next, experts and rows of full steps; "
-        "draining: the next ones start when all have finished",
+        caption="constant: the next continuation takes the slot of a finished one; experts and rows of full steps; "
+        "draining: the next continuations start when all have finished",
     )
     table.add_column("policy", no_wrap=True)
     table.add_column("batch", no_wrap=True)
-    for name in ("experts\nfetched", "rows\na step", "loop, %", "end by\nthemselves, %", "at the\nlimit, %"):
+    for name in ("experts\nfetched", "rows\nper step", "loop, %", "end\ntoken, %", "token\nlimit, %"):
         table.add_column(name, justify="right", no_wrap=True)
     for r in rows:
         rest = 100 - r.loops - r.ends

@@ -1,4 +1,4 @@
-"""Log-likelihoods of given continuations in decode mode: their tokens are decode steps, the contexts are prefill."""
+"""Log-likelihoods of continuations in decode mode: their tokens are decode steps, the contexts are prefill."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.progress import track
 from torch import nn
 
+from moebudget.core.counters import Counters
+from moebudget.core.policy import Policy
+from moebudget.core.stats import Stats
+from moebudget.engines.transformers.attach import attach
 from moebudget.evaluate.tasks import cache_argument, pack_lanes, prefill
 from moebudget.evaluate.text import require_active, sum_counters
-from moebudget.integrations.transformers import attach
-from moebudget.policy import Policy
-from moebudget.runtime import Counters
-from moebudget.stats import Stats
 
 Pair = tuple[Sequence[int], Sequence[int]]  # tokens of a context, at least two, and of its continuation
 
@@ -30,18 +30,18 @@ def score_continuations(
     chunk: int = 96,
     quiet: bool = False,
 ) -> tuple[list[tuple[float, bool]], Counters]:
-    """(log-likelihood in nats, whether every token is the most likely one) of each pair, and what was fetched.
+    """(log-likelihood in nats, whether every token is the most likely one) of each pair, and the counters.
 
-    A context but for its last token is prefilled densely; that token and the continuation are decode steps with
-    `batch` rows in flight, as for tasks. Continuations of one context that differ in their last token alone (the
-    letters of a multiple choice) are one row: as rows of their own they would be alike and fetch nearly nothing more.
+    A context is prefilled with native routing, except for its last token; that token and the continuation are decode
+    steps with `batch` rows in flight, as for tasks. Continuations of one context that differ only in their last token
+    (the letters of a multiple choice) share a row: separate rows would be equal and fetch almost nothing more.
     """
     rows: dict[tuple[tuple[int, ...], int], list[int]] = {}
     for number, (context, continuation) in enumerate(pairs):
         if len(context) < 2 or not continuation:
             raise ValueError("a log-likelihood needs 2 tokens of context and 1 of continuation")
         rows.setdefault(((*context, *continuation[:-1]), len(context)), []).append(number)
-    found: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
+    scores: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
     device = next(model.parameters()).device
     counters, keys = list[Counters](), list(rows)
     with attach(model, policy, stats) as run:
@@ -65,13 +65,13 @@ def score_continuations(
                     **{cache_argument(model): cache},
                 ).logits
             counters.append(run.counters)
-            likely, best = logits.float().log_softmax(-1).cpu(), logits.argmax(-1).cpu()
+            log_probs, best = logits.float().log_softmax(-1).cpu(), logits.argmax(-1).cpu()
             for row, key in enumerate(part):
                 for number in rows[key]:
                     wanted = torch.tensor(list(pairs[number][1]))
-                    places = torch.arange(len(wanted))
-                    value = float(likely[row, places, wanted].double().sum())
-                    found[number] = (value, bool((best[row, : len(wanted)] == wanted).all()))
+                    positions = torch.arange(len(wanted))
+                    value = float(log_probs[row, positions, wanted].double().sum())
+                    scores[number] = (value, bool((best[row, : len(wanted)] == wanted).all()))
     total = sum_counters(counters)
     require_active(policy, total)
-    return found, total
+    return scores, total

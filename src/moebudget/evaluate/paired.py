@@ -1,4 +1,4 @@
-"""A policy against the unchanged model on the same samples: an interval, and a verdict that may be refused."""
+"""Paired intervals of a policy against native routing, and verdicts if there are enough samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FEW_SAMPLES = 30  # fewer than this get no interval
+FEW_SAMPLES = 30  # fewer samples get no interval
 RESAMPLES = 4000
 BLOCK = 200  # resamples drawn at a time
 Z95 = 1.96
@@ -17,9 +17,9 @@ Z95 = 1.96
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What is compared: its unit, its samples, the fewest that get a verdict, and the loss that still counts as none.
+    """Unit and samples of a measure, the fewest samples for a verdict, and the largest loss that counts as none.
 
-    `least` for tasks: where one answer in ten changes, 200 items leave 4 points either way.
+    `least` for tasks: if one answer in ten changes, 200 items give an interval of 4 points either way.
     """
 
     unit: str
@@ -35,7 +35,7 @@ TASKS = Scale("points", "items", 200, 3.0, 1)
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """Mean loss against dense (positive is worse) with the ends of its 95 % interval, over n samples."""
+    """Mean loss increase over native (positive is worse), with the ends of its 95 % interval, over n samples."""
 
     mean: float
     low: float
@@ -44,14 +44,14 @@ class Paired:
 
     @property
     def half(self) -> float:
-        """Half of the interval's width."""
+        """Half width of the interval."""
         return (self.high - self.low) / 2
 
 
 def paired(differences: Tensor, added: Tensor | None = None) -> Paired:
-    """Percentile bootstrap of the mean of paired differences [n], policy against dense; NaN ends below 30 samples.
+    """Percentile bootstrap of the mean of paired differences [n], policy against native; NaN ends below 30 samples.
 
-    `added` samples take part in the resampling alone, see `paired_hits`. The draw is the same in every call.
+    `added` samples are used for the resampling only, see `paired_hits`. Every call draws the same resamples.
     """
     values = differences.double().cpu()
     if len(values) < FEW_SAMPLES:
@@ -68,29 +68,29 @@ def paired(differences: Tensor, added: Tensor | None = None) -> Paired:
 
 def by_slice(differences: Tensor, slices: Sequence[str]) -> dict[str, Paired]:
     """`paired` over the samples of each slice [n], in the order of their names."""
-    marks = {name: torch.tensor([one == name for one in slices]) for name in sorted(set(slices))}
+    marks = {name: torch.tensor([label == name for label in slices]) for name in sorted(set(slices))}
     return {name: paired(differences[mark]) for name, mark in marks.items()}
 
 
 def item_weights(tasks: Sequence[str]) -> Tensor:
-    """[n], mean 1: weights with which the mean over items is the unweighted mean over tasks."""
+    """Weights [n] with mean 1 that turn the mean over items into the unweighted mean over tasks."""
     names = list(dict.fromkeys(tasks))
     counts = {name: tasks.count(name) for name in names}
     return torch.tensor([len(tasks) / (len(names) * counts[t]) for t in tasks], dtype=torch.float64)
 
 
-def paired_hits(hits: Tensor, dense: Tensor, tasks: Sequence[str]) -> Paired:
-    """Points of task accuracy lost against dense, item by item (hits [n] bool of each), tasks weighing the same.
+def paired_hits(hits: Tensor, native: Tensor, tasks: Sequence[str]) -> Paired:
+    """Points of task accuracy lost against native, paired by item (hits [n] bool of each), with equal task weights.
 
-    One item lost and one won are added before resampling (Agresti and Min, https://doi.org/10.1002/sim.2148, add half
-    an item to each of the four outcomes): no answer changed among n does not mean that none ever does.
+    One lost and one won item are added before resampling (Agresti and Min, https://doi.org/10.1002/sim.2148, add half
+    an item to each of the four outcomes): no changed answer among n does not prove that answers never change.
     """
-    lost = 100 * (dense.double() - hits.double()).cpu() * item_weights(tasks)
+    lost = 100 * (native.double() - hits.double()).cpu() * item_weights(tasks)
     return paired(lost, torch.tensor([100.0, -100.0]))
 
 
 def verdict(gap: Paired, scale: Scale) -> str:
-    """The difference in words, or why there is no verdict and how many samples one needs."""
+    """The difference in words, or the reason for no verdict and the number of samples needed."""
     if gap.n < scale.least:
         return f"no verdict on {gap.n} {scale.samples}: at least {scale.least} are needed"
     digits, unit = scale.digits, scale.unit

@@ -1,4 +1,4 @@
-"""The picture of a comparison: quality lost against experts fetched."""
+"""Plot of a comparison: quality lost against experts fetched."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moebudget.presets import parse
+from moebudget.methods.registry import parse
 
 STYLE = {
     "base": ("#c1121f", "o", "BASE: predicted energy"),
@@ -20,17 +20,17 @@ STYLE = {
 
 
 def plot_quality(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw rows of `bench="quality"` (one model and batch size): loss and, where measured, task accuracy.
+    """Draw rows of `bench="quality"` (one model and batch size): loss and, if measured, task accuracy.
 
-    Rules with a budget become lines, others points; bars are 95 % intervals.
+    Methods with several rows become lines, others points; bars are 95 % intervals.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    dense = next(r for r in rows if r["policy"] == "dense")
-    with_tasks = dense["task_avg"] is not None
+    native = next(r for r in rows if r["policy"] == "native")
+    with_tasks = native["task_avg"] is not None
     figure, axes = plt.subplots(1, 2 if with_tasks else 1, figsize=(11 if with_tasks else 6, 4.3), squeeze=False)
     left = axes[0][0]
     groups: dict[str, list[dict[str, Any]]] = {}
@@ -44,26 +44,26 @@ def plot_quality(rows: Sequence[dict[str, Any]], path: Path) -> None:
             continue
         style = {"color": color, "marker": marker, "label": label, "capsize": 2, "markersize": 6}
         style["linestyle"] = "-" if len(points) > 1 else "none"
-        above = [r["nll"] - r["dense_nll"] for r in points]
-        left.errorbar([r["fetched"] for r in points], above, [r["nll_delta_ci95"] or 0 for r in points], **style)
+        increase = [r["nll"] - r["native_nll"] for r in points]
+        left.errorbar([r["fetched"] for r in points], increase, [r["nll_delta_ci95"] or 0 for r in points], **style)
         if with_tasks:
             x, y, bar = ([r[k] for r in points] for k in ("task_fetched", "task_avg", "task_ci95"))
             axes[0][1].errorbar(x, y, bar, **style)
-    left.set(xlabel="distinct experts fetched a layer and step", ylabel="loss above dense, nats a token")
-    left.set_title(f"held-out text, batch {dense['B']} (dense fetches {dense['fetched']:.1f})", fontsize=10)
+    left.set(xlabel="distinct experts fetched per layer per step", ylabel="loss increase over native (nats per token)")
+    left.set_title(f"held-out text, batch {native['B']} (native fetches {native['fetched']:.1f})", fontsize=10)
     left.set_ylim(bottom=0)
     left.grid(alpha=0.25)
     if left.get_legend_handles_labels()[0]:
         left.legend(fontsize=8, frameon=False)
     if with_tasks:
         right = axes[0][1]
-        right.axhline(dense["task_avg"], color="black", linewidth=1, linestyle=":")
+        right.axhline(native["task_avg"], color="black", linewidth=1, linestyle=":")
         right.annotate(
-            f"dense {dense['task_avg']:.1f} % at {dense['task_fetched']:.1f} experts",
-            (0.98, dense["task_avg"]), xycoords=("axes fraction", "data"), xytext=(0, 3),
+            f"native {native['task_avg']:.1f} % at {native['task_fetched']:.1f} experts",
+            (0.98, native["task_avg"]), xycoords=("axes fraction", "data"), xytext=(0, 3),
             textcoords="offset points", ha="right", fontsize=8,
         )  # fmt: skip
-        right.set(xlabel="distinct experts fetched a layer and step", ylabel="tasks correct, %")
+        right.set(xlabel="distinct experts fetched per layer per step", ylabel="tasks correct, %")
         right.set_title("nine tasks, answers decoded in a constant batch", fontsize=10)
         right.grid(alpha=0.25)
     figure.tight_layout()

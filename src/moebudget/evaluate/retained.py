@@ -1,4 +1,4 @@
-"""Retained energy: how much of the best set's removal cost a policy's set keeps, on the unchanged model's states."""
+"""Retained energy: the share of the best set's removal cost that a policy's active set keeps."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from moebudget.evaluate.text import aligned_steps
-from moebudget.integrations.observe import observe_routes
-from moebudget.policy import Policy
-from moebudget.score import TrueEnergy
-from moebudget.select import native_union
-from moebudget.stats import Stats
-from moebudget.types import NO_STATS
+from moebudget.core.ops import native_union
+from moebudget.core.policy import Policy
+from moebudget.core.stats import Stats
+from moebudget.core.types import NO_STATS
+from moebudget.engines.transformers.observe import observe_routes
+from moebudget.engines.transformers.teacher_forcing import aligned_steps
+from moebudget.methods.base import TrueEnergy
 
 
 @torch.no_grad()
@@ -23,9 +23,9 @@ def retained_energy(
     """RE(A) = sum_{u in A} D*_u / sum_{u in A*} D*_u, mean over layers and positions of windows [n, S + 1].
 
     D* are the true removal costs of a decode batch (`batch` windows at one position) and A* the |A| experts with the
-    largest (BASE, https://arxiv.org/abs/2609.36222, eq. 12). Every policy is judged on the same states, those of the
-    unchanged model; for rules without a fixed budget |A| is the size of their set at that position. Experts of A that
-    no row routes to keep nothing.
+    largest costs (BASE, https://arxiv.org/abs/2609.36222, eq. 12). Every policy is measured on the same states, those
+    of native routing. For methods without a fixed budget, |A| is the size of their active set at that position.
+    Experts of A that no row routes to keep nothing.
     """
     device = next(model.parameters()).device
     shares, count = torch.zeros(len(policies), dtype=torch.float64), 0
@@ -48,14 +48,14 @@ def retained_energy(
         routed = native_union(step)  # [S, N]
         cost = truth(step, layer_stats).sum(-2).masked_fill(~routed, -1.0)
         best = cost.sort(dim=-1, descending=True).values
-        some = best[:, 0] > 0  # steps with anything to keep
+        counted = best[:, 0] > 0  # steps with energy to keep
         size = torch.arange(cost.shape[-1], device=cost.device)
         for i, policy in enumerate(policies):
             mask = policy.active(step, layer_stats).mask
             top = torch.where(size < mask.sum(-1, keepdim=True), best.clamp_min(0), 0.0).sum(-1)
             kept = torch.where(mask & routed, cost, 0.0).sum(-1)
-            shares[i] += (kept / top)[some].double().sum().cpu()
-        count += int(some.sum())
+            shares[i] += (kept / top)[counted].double().sum().cpu()
+        count += int(counted.sum())
 
     with observe_routes(model, observe) as layers:
         on_device = [] if stats is None else [stats.layer(i).to(layer.weight.device) for i, layer in enumerate(layers)]

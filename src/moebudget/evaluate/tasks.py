@@ -1,4 +1,4 @@
-"""Exact-match accuracy in decode mode: dense prefill of the prompts, then every answer token under the policy."""
+"""Exact-match accuracy in decode mode: native prefill of the prompts, then every answer token under the policy."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from moebudget.calibrate.data import TokenizerLike
+from moebudget.core.counters import Counters
+from moebudget.core.policy import Policy
+from moebudget.core.stats import Stats
+from moebudget.engines.transformers.attach import attach
 from moebudget.evaluate.text import require_active, sum_counters
-from moebudget.integrations.transformers import attach
-from moebudget.policy import Policy
-from moebudget.runtime import Counters
-from moebudget.stats import Stats
 
 
 class Item(Protocol):
@@ -44,7 +44,7 @@ class TaskResult:
 
     @property
     def accuracy(self) -> dict[str, float]:
-        """Percent correct by task."""
+        """Percent correct, by task."""
         return {t: 100 * float(self.hits[self._of(t)].double().mean()) for t in dict.fromkeys(self.tasks)}
 
     @property
@@ -67,10 +67,10 @@ class TaskResult:
 
 
 def pack_lanes(lengths: Sequence[int], lanes: int, width: int, refill: bool = True) -> Tensor:
-    """Answers of the given lengths -> decode steps [S, lanes] of rows `item * width + position`, -1 where empty.
+    """Answers of these lengths -> decode steps [S, lanes] of rows `item * width + position`, -1 where empty.
 
-    A lane takes the next answer when it has finished one, so the batch stays constant until the answers run out.
-    Without `refill`, `lanes` answers start together and the next ones when all have finished: the batch drains.
+    A lane takes the next answer when it has finished one, so the batch is constant until the answers run out. Without
+    `refill`, `lanes` answers start together and the next ones start when all have finished: the batch drains.
     """
     ends, table = [0] * lanes, list[tuple[int, int, int]]()
     for item, length in enumerate(lengths):
@@ -101,13 +101,13 @@ def evaluate_tasks(
 ) -> list[TaskResult]:
     """Answer every item with `batch` items in flight.
 
-    The prompt but for its last token is prefilled densely, once for all policies; then the last prompt token and the
-    answer are decode steps, so an answer of one token is decided under the policy too. Items are mixed in the given
-    order and a finished item's place is taken by the next (a constant batch; see `pack_lanes`; without `refill` a
-    batch drains before the next one starts). Answers are teacher
-    forced: an item is a hit if every token of its target is the most likely one given the true tokens before it,
-    which is what greedy decoding gives; only the routes of batch mates that have already failed can differ from a
-    free-running decode. `start_id` is put before every prompt. `chunk` items go through the model at a time.
+    The prompt is prefilled with native routing, except for its last token, once for all policies. The last prompt
+    token and the answer are decode steps, so the policy also applies to answers of one token. Items keep their order,
+    and the next item takes the lane of a finished one (a constant batch, see `pack_lanes`; without `refill` a batch
+    drains before the next one starts). Answers are teacher forced: an item is a hit if every token of its target is
+    the most likely one after the true tokens before it, as in greedy decoding. Only routes of batch mates that have
+    already failed can differ from free decoding. `start_id` is put before every prompt. `chunk` items go through the
+    model at a time.
     """
     if not items:
         raise ValueError("no task items to evaluate")
@@ -141,8 +141,8 @@ def evaluate_tasks(
                         **{cache_argument(model): copy.deepcopy(cache)},
                     ).logits
                     counters[p].append(run.counters)
-                right = (logits.argmax(-1) == wanted) | (wanted < 0)
-                hits[p, group] = right.all(-1).cpu()
+                correct = (logits.argmax(-1) == wanted) | (wanted < 0)
+                hits[p, group] = correct.all(-1).cpu()
                 progress.advance(bar)
     results = []
     for p, policy in enumerate(policies):
@@ -157,12 +157,14 @@ def _encode(tokenizer: TokenizerLike, item: Item, start_id: int | None) -> tuple
     target = list(tokenizer(item.target, add_special_tokens=False)["input_ids"])
     prompt = [*([] if start_id is None else [start_id]), *prompt]
     if len(prompt) < 2 or not target:
-        raise ValueError(f"task item {item.prompt!r} -> {item.target!r}: prompt and target need tokens")
+        raise ValueError(
+            f"task item {item.prompt!r} -> {item.target!r}: the prompt needs at least 2 tokens and the target 1"
+        )
     return prompt, target
 
 
 def _length_groups(lengths: Sequence[int], chunk: int) -> list[list[int]]:
-    """Short answers and long ones apart (padding is computed too), each in the given order, in chunks."""
+    """Indices in chunks, short answers apart from long ones (padding is computed too), each in order."""
     middle = 16
     groups = []
     for part in ([i for i, n in enumerate(lengths) if n <= middle], [i for i, n in enumerate(lengths) if n > middle]):
@@ -189,5 +191,5 @@ def prefill(model: nn.Module, prompts: list[list[int]], device: torch.device) ->
 
 
 def cache_argument(model: nn.Module) -> str:
-    """The name under which this release of transformers takes the cache."""
+    """The name of the cache argument in this release of transformers."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

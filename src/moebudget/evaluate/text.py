@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,57 +10,28 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from moebudget.integrations.transformers import attach
-from moebudget.policy import Policy
-from moebudget.runtime import Counters
-from moebudget.stats import Stats
-
-SEQUENCES = 16  # that go through the model at once; a larger batch goes alone
+from moebudget.core.counters import Counters
+from moebudget.core.policy import Policy
+from moebudget.core.stats import Stats
+from moebudget.engines.transformers.attach import attach
+from moebudget.engines.transformers.teacher_forcing import pieces, teacher_forced, window_loss
 
 
 class InactivePolicyError(RuntimeError):
-    """A policy was active in 0 decode steps, so its numbers would be those of the unchanged model."""
+    """A policy was active in no decode step, so its numbers would be those of native routing."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextResult:
-    """What one policy did to held-out text; sums over the predicted tokens of each sequence."""
+    """Results of one policy on held-out text, averaged over the predicted tokens of each sequence."""
 
     policy: Policy
-    nll: Tensor  # [n] float64, mean loss of a sequence in nats a token
-    agreement: Tensor  # [n] float64, share of positions whose most likely token is the dense model's
+    nll: Tensor  # [n] float64, mean loss of a sequence in nats per token
+    agreement: Tensor  # [n] float64, share of positions with the same most likely token as native routing
     by_position: Tensor  # [P] float64, the same by position after the prefill, over the windows
     tokens: int
     counters: Counters
-    best: Tensor | None = None  # [n, S] int64 the most likely tokens, of the dense model alone
-
-
-def aligned_steps(decode: Tensor, batch: int) -> Tensor:
-    """decode [n, S] bool -> rows [n / B * S, B] of the decode steps: one position of `batch` sequences is one step."""
-    n, s = decode.shape
-    batch = min(batch, n)
-    rows = torch.where(decode, torch.arange(n * s, device=decode.device).view(n, s), -1)
-    rows = torch.nn.functional.pad(rows, (0, 0, 0, -n % batch), value=-1)  # the last batch may be smaller
-    return rows.view(-1, batch, s).transpose(1, 2).flatten(0, 1).contiguous()
-
-
-def pieces(windows: Tensor, batch: int) -> Iterator[Tensor]:
-    """Windows [n, S + 1] in the pieces that go through the model at once: SEQUENCES windows, in whole batches."""
-    yield from windows.split(max(batch, SEQUENCES // batch * batch))
-
-
-def teacher_forced(windows: Tensor, prefill: int, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Windows [n, S + 1] -> tokens and targets [n, S], and rows [., B] of the decode steps after `prefill` tokens."""
-    ids, targets = windows[:, :-1], windows[:, 1:]
-    decode = torch.ones_like(ids, dtype=torch.bool)
-    decode[:, :prefill] = False
-    return ids, targets, aligned_steps(decode, batch)
-
-
-def window_loss(logits: Tensor, targets: Tensor, prefill: int) -> Tensor:
-    """Logits [b, S, V], targets [b, S] -> each window's mean loss after `prefill` tokens, float64 [b], on the CPU."""
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
-    return loss.view_as(targets)[:, prefill:].double().mean(-1).cpu()
+    best: Tensor | None = None  # [n, S] int64, the most likely tokens; for native routing only
 
 
 @torch.no_grad()
@@ -72,42 +43,42 @@ def evaluate_text(
     *,
     batch: int = 16,
     prefill: int = 1,
-    dense_best: Tensor | None = None,
+    native_best: Tensor | None = None,
     quiet: bool = False,
 ) -> list[TextResult]:
     """Teacher-forced loss of windows [n, S + 1]: every position of `batch` sequences is one decode step.
 
     All positions of one or more batches go through the model at once; each Mixture-of-Experts layer decides step by
-    step, which equals decoding step by step with a cache. The first `prefill` positions keep the model's routes
-    and do not count. The last batch may be smaller. `dense_best` [n, S], the `best` of an earlier result on the same
-    windows, saves the dense model's pass if it is not among the policies. Raises InactivePolicyError if a policy
-    decided nothing.
+    step, which equals decoding step by step with a cache. The first `prefill` positions keep their native routes and
+    do not count. The last batch may be smaller. If native routing is not among the policies, `native_best` [n, S], the
+    `best` of an earlier result on the same windows, saves its pass. Raises InactivePolicyError if a policy was active
+    in no decode step.
     """
     if not 1 <= prefill < windows.shape[1] - 1:
-        raise ValueError(f"prefill={prefill} must lie between 1 and {windows.shape[1] - 2}, the positions of a window")
+        raise ValueError(f"prefill={prefill} must be between 1 and {windows.shape[1] - 2}, the positions of a window")
     if not len(windows):
         raise ValueError("no windows of text to evaluate")
     device = next(model.parameters()).device
     sums = [_Sums() for _ in policies]
-    has_dense = any(policy.name == "dense" for policy in policies)
+    has_native = any(policy.name == "native" for policy in policies)
     console = Console(stderr=True, quiet=quiet)
     parts = list(pieces(windows, batch))
-    known = [None] * len(parts) if dense_best is None or has_dense else list(pieces(dense_best, batch))
-    for part, bests in track(list(zip(parts, known, strict=True)), "held-out text", console=console):
+    best_parts = [None] * len(parts) if native_best is None or has_native else list(pieces(native_best, batch))
+    for part, best_part in track(list(zip(parts, best_parts, strict=True)), "held-out text", console=console):
         ids, targets, steps = teacher_forced(part.to(device), prefill, batch)
-        one: Tensor | None = None if bests is None else bests.to(device)
-        if one is None and not has_dense:
-            one = model(input_ids=ids, use_cache=False).logits.argmax(-1)
-        for policy, total in sorted(zip(policies, sums, strict=True), key=lambda pair: pair[0].name != "dense"):
+        native_tokens: Tensor | None = None if best_part is None else best_part.to(device)
+        if native_tokens is None and not has_native:
+            native_tokens = model(input_ids=ids, use_cache=False).logits.argmax(-1)
+        for policy, total in sorted(zip(policies, sums, strict=True), key=lambda pair: pair[0].name != "native"):
             with attach(model, policy, stats) as run, run.decode_steps(steps):
                 logits = model(input_ids=ids, use_cache=False).logits
                 total.counters.append(run.counters)
             total.nll.append(window_loss(logits, targets, prefill))
             best = logits.argmax(-1)
-            one = best if one is None else one  # the dense policy comes first
-            if policy.name == "dense":
+            native_tokens = best if native_tokens is None else native_tokens  # the native policy comes first
+            if policy.name == "native":
                 total.best.append(best.cpu())
-            same = (best == one)[:, prefill:].double().cpu()
+            same = (best == native_tokens)[:, prefill:].double().cpu()
             total.agreement.append(same.mean(-1))
             total.by_position.append(same.sum(0))
     return [_result(p, s, windows.shape[1] - 1 - prefill) for p, s in zip(policies, sums, strict=True)]
@@ -139,9 +110,9 @@ def sum_counters(parts: Sequence[Counters]) -> Counters:
 
 
 def require_active(policy: Policy, counters: Counters) -> None:
-    """Raise InactivePolicyError if the policy saw no decode step."""
+    """Raise InactivePolicyError if the counters hold no decode step."""
     if not counters.steps:
         raise InactivePolicyError(
-            f"policy {policy.name!r} was active in 0 decode steps: everything was prefill, which keeps the model's "
-            "own routes, so any number would be the dense model's"
+            f"policy {policy.name!r} was active in 0 decode steps: all rows kept their native routes, so its numbers "
+            "would be those of native routing"
         )

@@ -1,4 +1,4 @@
-"""The table that says, a policy at a time, what its difference to the dense model is worth."""
+"""Table of verdicts: the difference of each policy to native routing, its interval and its noise."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from moebudget.evaluate.paired import TASKS, TEXT, Paired, Scale, verdict
-from moebudget.evaluate.report import Quality
+from moebudget.evaluate.quality import Quality
 
 
 def verdict_table(rows: Sequence[Quality]) -> Table:
-    """Loss and task accuracy against dense: 95 % interval, noise of the batch composition, verdict."""
-    how = f", {rows[0].batching} batch" if rows[0].items else ""
+    """Loss and task accuracy against native routing: 95 % interval, noise of the batch composition, verdict."""
+    batching = f", {rows[0].batching} batch" if rows[0].items else ""
     table = Table(
-        title=f"against dense on the same samples{how}",
+        title=f"difference to native routing on the same samples{batching}",
         caption="\\[low, high] paired bootstrap, 95 %; noise: the same samples with other batch mates, 95 %; "
-        "quarters: same token as dense, %, from the first to the last quarter of the window",
+        "quarters: same token as native, %, in the four quarters of the window",
     )
     table.add_column("policy", no_wrap=True)
     for name in ("measure", "loss", "noise", "verdict", "quarters"):

@@ -1,4 +1,4 @@
-"""Fused Triton kernels: a policy's scoring, selection and fill for the price of two small launches."""
+"""Fused Triton kernels: the scoring, selection and fill of a policy in two small launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lower(policy): which fused kernel does a policy's work, or which of its pieces has none."""
+"""Kernel settings of a policy, or an error that names its part without a kernel."""
 
 from __future__ import annotations
 
@@ -7,35 +7,36 @@ from functools import partial
 
 from torch import Tensor
 
-from moebudget.device_selects import DeviceBudget, Level
-from moebudget.fill import Backfill, Denominator, Drop
-from moebudget.policy import Policy
-from moebudget.rival_scores import GateMass
-from moebudget.rival_selects import WarmUp
-from moebudget.router import RouterSpec
-from moebudget.score import PredictedEnergy, RouteRank, RouterMass, SquaredWeight, StaticEnergy
-from moebudget.select import LayerBudget, Price, TopBudget, Voted
+from moebudget.core.policy import Policy
+from moebudget.core.router import RouterSpec
+from moebudget.methods.base import DeviceBudget, PredictedEnergy, SquaredWeight, StaticEnergy
+from moebudget.methods.common import GateMass, RouteRank, RouterMass, TopBudget, Voted
+from moebudget.methods.devices import Level
+from moebudget.methods.fills import Backfill, Denominator, Drop
+from moebudget.methods.spread import LayerBudget, Price
+from moebudget.methods.xshare import WarmUp
 
-RULES: dict[type, str] = {  # names in `route`
+RULES: dict[type, str] = {  # names in `score`
     PredictedEnergy: "BASE", SquaredWeight: "SQUARED", StaticEnergy: "STATIC", RouterMass: "MASS", RouteRank: "RANK",
     GateMass: "GATE",
 }  # fmt: skip
-DENOMINATORS: tuple[Denominator, ...] = ("original", "executed", "half")
+DENOMINATORS: tuple[Denominator, ...] = ("native", "executed", "geometric")
 MOST_EXPERTS, MOST_ROUTES, MOST_DEVICES = 512, 16, 64
 NO_LIMIT = 2**30
 
 
 class NotFusedError(ValueError):
-    """A policy or router that the kernels do not cover; the message names the piece."""
+    """A policy or router that the kernels do not cover; the message names the part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """What the kernels are compiled for. `most`: the budget, or how many experts come on top of the warm-up set.
+    """The settings that the kernels are compiled for. `most`: the budget, or the experts on top of the warm-up set.
 
-    `average`: the budget is one a layer on average, and the layer's own stands in the statistic `layer_budget`;
-    `priced`: the price at which the layer fetches it stands in `layer_price`. `by_device`: it is one a device.
-    `level`: every device is then filled up to the load of the fullest. Both read `placement_device`.
+    `average`: the budget is an average over layers, and the statistic `layer_budget` holds the layer's own budget.
+    `priced`: the statistic `layer_price` holds the price at which the layer fetches its share of an average budget.
+    `by_device`: the budget is per device. `level`: every device is filled up to the load of the fullest one. Both
+    read `placement_device`.
     """
 
     rule: str
@@ -53,7 +54,7 @@ class Lowered:
 
 
 def lower(policy: Policy, spec: RouterSpec | None = None) -> Lowered:
-    """The kernel settings of a policy. Raises NotFusedError that names the piece without a kernel."""
+    """The kernel settings of a policy. Raises NotFusedError that names the part without a kernel."""
     score, select, fill = policy.score, policy.select, policy.fill
     rule = RULES.get(type(score))
     if rule is None:
@@ -64,10 +65,10 @@ def lower(policy: Policy, spec: RouterSpec | None = None) -> Lowered:
         raise NotFusedError(f"{policy}: no kernel for the fill {fill}")
     if spec is not None and (spec.num_experts > MOST_EXPERTS or spec.top_k > MOST_ROUTES):
         raise NotFusedError(
-            f"{spec.num_experts} experts and {spec.top_k} routes a token exceed the kernels' {MOST_EXPERTS} and "
-            f"{MOST_ROUTES}"
+            f"{spec.num_experts} experts and {spec.top_k} routes per token exceed the kernels' limits of "
+            f"{MOST_EXPERTS} and {MOST_ROUTES}"
         )
-    denominator = fill.denominator if isinstance(fill, Backfill) else "original"
+    denominator = fill.denominator if isinstance(fill, Backfill) else "native"
     plan = partial(Lowered, rule, drop=fill == Drop(), denominator=denominator)
     if isinstance(select, Level):
         must = lower(replace(policy, select=select.must), spec)

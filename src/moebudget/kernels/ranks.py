@@ -1,4 +1,4 @@
-"""How many experts each rank of an expert-parallel engine fetches in a step, counted in one small launch."""
+"""Experts that each rank of an expert-parallel engine fetches in a step, counted in one small launch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moebudget.kernels.batch import VOTES
+from moebudget.kernels.batch import DECODE
 
-BLOCK = 1024  # ids that are looked at together
+BLOCK = 1024  # ids that are read at once
 
 
 def count_ranks(ids: Tensor, rows: Tensor, device: Tensor, totals: Tensor) -> None:
-    """Add a step to totals [R + 1] float64: experts of each rank that a voting row runs, and of the rank with most.
+    """Add a step to totals [R + 1] float64: the experts that voting rows run, per rank, and the largest of these.
 
-    ids [T, K], rows [T] int8 (1 votes), device [N] int64 the rank of an expert. The form in torch, for the CPU, is
-    `integrations.vllm.ranks.count_fetched`.
+    ids [T, K], rows [T] int8 RowKind, device [N] int64: the rank of each expert. The torch form, for the CPU, is
+    `engines.vllm.ranks.count_fetched`.
     """
     if not len(ids):
         return
@@ -32,14 +32,14 @@ def _count_ranks(
     K: tl.constexpr, NP: tl.constexpr, RP: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     expert, rank, slot = tl.arange(0, NP), tl.arange(0, RP), tl.arange(0, SIZE)
-    found = tl.zeros([NP], tl.int32)
+    hits = tl.zeros([NP], tl.int32)
     for start in range(0, count, SIZE):
         at = start + slot
         kind = tl.load(rows + at // K, mask=at < count, other=0).to(tl.int32)
-        found += tl.histogram(tl.load(ids + at, mask=kind == VOTES, other=N).to(tl.int32), NP)
+        hits += tl.histogram(tl.load(ids + at, mask=kind == DECODE, other=N).to(tl.int32), NP)
     where = tl.load(device + expert, mask=expert < N, other=-1).to(tl.int32)
-    here = (where[None, :] == rank[:, None]) & (found > 0)[None, :]
+    here = (where[None, :] == rank[:, None]) & (hits > 0)[None, :]
     fetched = tl.sum(here.to(tl.int32), 1)
-    book = tl.load(totals + rank, mask=rank < R)
-    tl.store(totals + rank, book + fetched.to(tl.float64), mask=rank < R)
+    before = tl.load(totals + rank, mask=rank < R)
+    tl.store(totals + rank, before + fetched.to(tl.float64), mask=rank < R)
     tl.store(totals + R, tl.load(totals + R) + tl.max(fetched, 0).to(tl.float64))

@@ -1,6 +1,6 @@
-"""Triton pieces of one row of NP experts, a power of two, N of them real: scores, groups, top-K, order, budget."""
+"""Device functions of one row of NP experts, a power of two, N of them real: scores, groups, top-K, order."""
 
-# Triton compiles what it reads here: plain `if` on a constexpr is decided at compile time.
+# A plain `if` on a constexpr is decided when Triton compiles the kernel.
 from __future__ import annotations
 
 import triton
@@ -13,7 +13,7 @@ TINY: tl.constexpr = tl.constexpr(1.17549435e-38)
 
 @triton.jit
 def ordered(value):
-    """Float32 -> int32 in the same order; -0.0 and 0.0 are one. Integer maxima are one instruction in a warp."""
+    """Float32 -> int32 in the same order; -0.0 and 0.0 are equal. Integer maxima are one instruction in a warp."""
     bits = value.to(tl.int32, bitcast=True)
     return tl.where(value == 0.0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
@@ -47,7 +47,7 @@ def best_expert(value, allowed, NP: tl.constexpr):
 
 @triton.jit
 def slots_of(ids, NP: tl.constexpr, K: tl.constexpr):
-    """[NP] int32: the slot at which an expert stands among K ids at a pointer; K for the rest."""
+    """[NP] int32: the slot of each expert among K ids at a pointer; K for the rest."""
     expert = tl.arange(0, NP)
     slot = tl.full([NP], K, tl.int32)
     for k in tl.static_range(0, K):
@@ -57,53 +57,29 @@ def slots_of(ids, NP: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def places_of(key, slot, K: tl.constexpr):
-    """[NP] int32: the place of each expert in a slot when the largest int32 key comes first, ties as the slots are."""
+    """[NP] int32: places of the experts that have a slot, largest int32 key first, ties in the order of the slots."""
     place = tl.where(slot < K, 0, K)
     for k in tl.static_range(0, K):
-        other = tl.max(tl.where(slot == k, key, LOWEST), 0)
-        before = (slot < K) & ((other > key) | ((other == key) & (k < slot)))
+        key_k = tl.max(tl.where(slot == k, key, LOWEST), 0)
+        before = (slot < K) & ((key_k > key) | ((key_k == key) & (k < slot)))
         place += before.to(tl.int32)
     return place
 
 
 @triton.jit
-def agree(key, biased, own):
-    """Keys by which the row's given routes come before all others; a tie may have been broken in another way."""
-    key = tl.where(own, ordered(biased), key)
-    worst = tl.min(tl.where(own, key, 2147483647), 0)
-    return tl.where((own == 0) & (key >= worst), worst - 1, key)
+def agree(key, biased, routed):
+    """Keys that put the row's native routes before all other experts; the model may break ties differently."""
+    key = tl.where(routed, ordered(biased), key)
+    worst = tl.min(tl.where(routed, key, 2147483647), 0)
+    return tl.where((routed == 0) & (key >= worst), worst - 1, key)
 
 
 @triton.jit
 def by_key(key, NP: tl.constexpr):
-    """[NP] int32: the experts, the largest int32 key first, ties to the lower index, which shares a 64-bit key."""
+    """[NP] int32: the expert at each place, largest int32 key first, ties to the lower index; both share 64 bits."""
     expert = tl.arange(0, NP)
     key = (key.to(tl.int64) << INDEX_BITS) | (511 - expert).to(tl.int64)
     return 511 - (tl.sort(key, descending=True) & 511).to(tl.int32)
-
-
-@triton.jit
-def largest(total, candidate, most, NP: tl.constexpr):
-    """[NP] bool: the `most` candidates with the largest total >= 0 (float64), ties to the lower index.
-
-    Value and index share one 64-bit key, which no two experts have in common (the lowest 9 of 52 mantissa bits make
-    room); the key that `most` of them reach is found by halving, in a handful of steps unless sums nearly tie.
-    """
-    expert = tl.arange(0, NP)
-    bits = total.to(tl.int64, bitcast=True)
-    key = ((bits >> INDEX_BITS) << INDEX_BITS) | (511 - expert).to(tl.int64)
-    key = tl.where(candidate, key, -1)
-    upper = (key >> 32).to(tl.int32)
-    kept = tl.sum(candidate.to(tl.int32), 0)
-    aim = tl.minimum(kept, tl.maximum(most, 0))
-    middle = tl.min(tl.where(candidate, upper, 2147483647), 0).to(tl.int64) << 32
-    low, high = middle, (tl.max(upper, 0).to(tl.int64) + 1) << 32
-    while kept != aim:  # low: more than enough reach it; high: too few do
-        middle = low + ((high - low) >> 1)
-        kept = tl.sum((key >= middle).to(tl.int32), 0)
-        low = tl.where(kept > aim, middle, low)
-        high = tl.where(kept > aim, high, middle)
-    return candidate & (key >= middle)
 
 
 @triton.jit
@@ -138,48 +114,71 @@ def any_bad(x, N, NP: tl.constexpr):
 
 
 @triton.jit
-def row_scores(
-    x, bias, N, NP: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
-    GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP2: tl.constexpr, GP: tl.constexpr,
-):  # fmt: skip
-    """Logits x [NP] -> (probs, choice, choice without groups) [NP] float32, and whether all N are finite."""
-    expert = tl.arange(0, NP)
-    real = expert < N
-    bad = any_bad(x, N, NP)
+def row_probs(x, N, NP: tl.constexpr, SIGMOID: tl.constexpr):
+    """Logits x [NP] -> router scores [NP] float32, 0 from N on."""
     if SIGMOID:
         probs = 1.0 / (1.0 + tl.exp(-x))
     else:
         top = tl.max(ordered(x), 0)
         power = tl.exp(x - (top ^ ((top >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
         probs = power / tl.sum(power, 0)
-    probs = tl.where(real, probs, 0.0)
+    return tl.where(tl.arange(0, NP) < N, probs, 0.0)
+
+
+@triton.jit
+def row_scores(x, bias, N, NP: tl.constexpr, ROUTER: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Logits x [NP] -> (probs, choice, choice without groups) [NP] float32, and whether all N are finite."""
+    expert = tl.arange(0, NP)
+    real = expert < N
+    bad = any_bad(x, N, NP)
+    probs = row_probs(x, N, NP, ROUTER.SIGMOID)
     choice = probs
     if HAS_BIAS:
         choice += tl.load(bias + expert, mask=real, other=0.0).to(tl.float32)
     choice = tl.where(bad == 0, choice, 0.0)  # NaN has no rank; the row does not vote anyway
     biased = tl.where(real, choice, -float("inf"))
     choice = biased
-    if GROUPS > 1:
-        choice = close_groups(biased, N, NP, GROUPS, OPEN, TOP2, GP)
+    if ROUTER.GROUPS > 1:
+        choice = close_groups(biased, N, NP, ROUTER.GROUPS, ROUTER.OPEN, ROUTER.TOP2, ROUTER.GP)
     return probs, choice, biased, bad == 0
 
 
 @triton.jit
-def likeliest(x, allowed, bias, N, NP: tl.constexpr, SIGMOID: tl.constexpr):
-    """The allowed expert that a row of logits x [NP] gives the most; `bias` is any pointer and is not read."""
-    probs, _, _, _ = row_scores(x, bias, N, NP, SIGMOID, False, 1, 1, False, 2)
+def rank_row(
+    logits, bias, native_ids, N,
+    NP: tl.constexpr, K: tl.constexpr, ROUTER: tl.constexpr, HAS_BIAS: tl.constexpr, ROUTED: tl.constexpr,
+):  # fmt: skip
+    """A row's logits at a pointer -> router scores [NP] by expert, and the same in the order in which the row ranks
+    the experts; the experts that are open to the row [NP] bool; the expert at each place [NP] int32.
+
+    ROUTED: the native routes, K ids at a pointer, take the first K places.
+    """
+    x = load_logits(logits, N, NP)
+    probs, choice, biased, _ = row_scores(x, bias, N, NP, ROUTER, HAS_BIAS)
+    key, opened = ordered(choice), choice > -float("inf")
+    if ROUTED:
+        routed = slots_of(native_ids, NP, K) < K
+        key, opened = agree(key, biased, routed), opened | routed
+    expert_at = by_key(key, NP)
+    return probs, tl.gather(probs, expert_at, 0), opened, expert_at
+
+
+@triton.jit
+def likeliest(x, allowed, N, NP: tl.constexpr, SIGMOID: tl.constexpr):
+    """The allowed expert with the largest router score in a row of logits x [NP]."""
+    probs = row_probs(x, N, NP, SIGMOID)
     return best_expert(tl.where(probs == probs, probs, 0.0), allowed, NP)
 
 
 @triton.jit
 def residue(values, D: tl.constexpr, BLOCK: tl.constexpr):
-    """[BLOCK] float32 whose sum is 0 if all D values at a pointer are finite, NaN if not: x * 0 is NaN then."""
+    """[BLOCK] float32 whose sum is 0 if all D values at a pointer are finite, else NaN, because x * 0 is NaN then."""
     column = tl.arange(0, BLOCK)
-    found = tl.zeros([BLOCK], tl.float32)
+    nonzero = tl.zeros([BLOCK], tl.float32)
     for start in tl.static_range(0, D, BLOCK):
         at = start + column
-        found += tl.load(values + at, mask=at < D, other=0.0).to(tl.float32) * 0.0
-    return found
+        nonzero += tl.load(values + at, mask=at < D, other=0.0).to(tl.float32) * 0.0
+    return nonzero
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""`moebudget report`: rows of benchmarks -> one HTML page that needs nothing else, and plots."""
+"""Report: benchmark rows -> one self-contained HTML page, and plots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows -> one self-contained HTML page, and the plots as files."""
+"""Page of the report: rows -> self-contained HTML, and the plots as files."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Section:
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """Everything that can be drawn from the rows; kinds that are missing are left out."""
+    """The sections that can be drawn from the rows; those without rows are left out."""
     rows = [row for row in rows if not several_devices(row)]
-    every = groups(rows)
-    main = [group for group in every if group.bench not in STUDIES]
-    sizes = [group for group in every if group.bench == "batch_size"]
+    all_groups = groups(rows)
+    main = [group for group in all_groups if group.bench not in STUDIES]
+    sizes = [group for group in all_groups if group.bench == "batch_size"]
     with styled():
         made = [
             Section(
@@ -41,30 +41,32 @@ def sections(rows: Sequence[Row]) -> list[Section]:
             for group in main
         ]
         timed = (*speed.latency(rows), *speed.routing(rows), *speed.transfers(rows))
-        made.append(Section("Time", "What a decode step costs, and what choosing experts adds to it.", timed))
+        made.append(Section("Time", "Time of a decode step, and the time that choosing experts adds to it.", timed))
         made.append(Section("Layers", "", tuple(studies.layers(rows))))
-        studied = [c for group in every if group.bench in ("selection", "fill") for c in quality.charts(group, ())]
+        studied = [
+            c for group in all_groups if group.bench in ("selection", "fill") for c in quality.charts(group, ())
+        ]
         studied += [*studies.batch_sizes(sizes), *studies.draining(rows), *studies.geometry(rows)]
-        made.append(Section("Studies", "Where the differences come from.", tuple(studied)))
+        made.append(Section("Studies", "Reasons for the differences.", tuple(studied)))
     return [section for section in made if section.charts]
 
 
 def build(paths: Sequence[Path], out: Path, *, plots: Path | None = None, title: str | None = None) -> dict[str, Any]:
-    """Write the page, and on request every plot as .svg and .png into the folder `plots`; says what was made.
+    """Write the page, and every plot as .svg and .png into the folder `plots` if there is one; return a summary.
 
-    Raises what `read_rows` does, before anything is drawn, MissingExtraError without matplotlib or jinja2, and
+    Raises the errors of `read_rows` before anything is drawn, MissingExtraError without matplotlib or jinja2, and
     ValueError if no row can be drawn.
     """
     if out.is_dir():
-        raise ValueError(f"{out} is a folder; name the page, as -o {out / 'report.html'}")
+        raise ValueError(f"{out} is a folder; name the page, for example -o {out / 'report.html'}")
     rows = read_rows(paths)
     made = sections(rows)
     calibrations = of(rows, "calibration")
     if not made and not calibrations:
         kinds = ", ".join(sorted({_kind(row) for row in rows}))
-        raise ValueError(f"nothing to draw in rows of kind {kinds}; drawn are: eval, {', '.join(KINDS)}")
+        raise ValueError(f"nothing to draw in rows of kind {kinds}; rows that are drawn: quality, {', '.join(KINDS)}")
     charts = [chart for section in made for chart in section.charts]
-    text = _render(rows, made, calibrations, paths, title or "What fewer experts cost, and what they save")
+    text = _render(rows, made, calibrations, paths, title or "Quality and speed with fewer fetched experts")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
     if plots is not None:
@@ -78,7 +80,7 @@ def build(paths: Sequence[Path], out: Path, *, plots: Path | None = None, title:
 def _render(
     rows: Sequence[Row], made: Sequence[Section], calibrations: Sequence[Row], paths: Sequence[Path], title: str
 ) -> str:
-    from moebudget.integrations.loading import MissingExtraError
+    from moebudget.engines.transformers.loading import MissingExtraError
 
     try:
         import jinja2
@@ -117,13 +119,13 @@ def _kind(row: Row) -> str:
 
 
 def _runs(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """One line a run: rows of one kind that came from one command at one time."""
-    found: dict[tuple[str, ...], list[Row]] = {}
+    """One entry per run: rows of one kind from one command at one time."""
+    runs: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        found.setdefault((row["date"], row["bench"], row["command"], row["device"], row["commit"]), []).append(row)
-    for (date, bench, command, device, commit), mine in sorted(found.items()):
-        versions = ", ".join(f"{name} {number}" for name, number in mine[0]["versions"].items())
+        runs.setdefault((row["date"], row["bench"], row["command"], row["device"], row["commit"]), []).append(row)
+    for (date, bench, command, device, commit), of_run in sorted(runs.items()):
+        versions = ", ".join(f"{name} {number}" for name, number in of_run[0]["versions"].items())
         yield {
-            "date": date.replace("T", " ").removesuffix("Z"), "bench": bench, "rows": len(mine), "device": device,
+            "date": date.replace("T", " ").removesuffix("Z"), "bench": bench, "rows": len(of_run), "device": device,
             "commit": commit, "command": command, "versions": versions,
         }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Read benchmark rows, refuse broken ones by file, line and key, and sort them into what is drawn together."""
+"""Benchmark rows: reading, errors that name file, line and key, and groups that are drawn together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moebudget.provenance import json_lines
+from moebudget.core.provenance import json_lines
 
 Row = dict[str, Any]
 
@@ -26,7 +26,7 @@ def _numbers(value: Any) -> bool:
     return isinstance(value, list) and all(_number(v) for v in value)
 
 
-# What a value must be, as the error says it.
+# Kinds of values: the words in an error message, and the check.
 NUMBER = ("a finite number", _number)
 MAYBE = ("a finite number or null", lambda value: value is None or _number(value))
 TEXT = ("text", lambda value: isinstance(value, str))
@@ -39,7 +39,7 @@ STAMP: dict[str, Rule] = {"bench": TEXT, "date": TEXT, "commit": TEXT, "command"
 STAMP["versions"] = OBJECT
 QUALITY: dict[str, Rule] = {
     "model": TEXT, "B": NUMBER, "policy": TEXT, "fetched": NUMBER, "native_union": NUMBER, "nll": NUMBER,
-    "dense_nll": NUMBER, "nll_delta_ci95": MAYBE, "task_avg": MAYBE, "task_ci95": MAYBE, "task_fetched": MAYBE,
+    "native_nll": NUMBER, "nll_delta_ci95": MAYBE, "task_avg": MAYBE, "task_ci95": MAYBE, "task_fetched": MAYBE,
     "tokens": NUMBER, "items": NUMBER,
 }  # fmt: skip
 COMPARED = ("quality", "compare", "methods", "tune", "selection", "fill", "batch_size", "spread")  # bench of such rows
@@ -55,14 +55,14 @@ KINDS: dict[str, dict[str, Rule]] = {
         "model": TEXT, "policy": TEXT, "T": NUMBER, "us_native": NUMBER, "us_added": NUMBER, "us_torch": NUMBER,
         "us_torch_native": NUMBER, "us_floor": NUMBER,
     },
-    "transfers": {"bytes": LIST, "us": LIST, "t0_us": NUMBER, "gb_a_second": NUMBER, "largest_relative_error": NUMBER},
+    "transfers": {"bytes": LIST, "us": LIST, "t0_us": NUMBER, "gb_per_s": NUMBER, "largest_relative_error": NUMBER},
     "calibration": {
         "model": TEXT, "tokens": NUMBER, "seconds": NUMBER, "tokens_per_s": NUMBER, "retained_energy": NUMBER,
         "r2_heldout": NUMBER,
     },
     "draining": {
-        "model": TEXT, "policy": TEXT, "batching": TEXT, "rows_a_step": NUMBER, "fetched": NUMBER, "task_avg": NUMBER,
-        "task_ci95": NUMBER,
+        "model": TEXT, "policy": TEXT, "batching": TEXT, "rows_per_step": NUMBER, "fetched": NUMBER,
+        "task_avg": NUMBER, "task_ci95": NUMBER,
     },
     "geometry": {"model": TEXT, "B": NUMBER, "cbar": NUMBER, "cosine_abs": NUMBER, "omitted": PAIRS},
 }  # fmt: skip
@@ -71,19 +71,19 @@ KINDS: dict[str, dict[str, Rule]] = {
 def read_rows(paths: Sequence[Path]) -> list[Row]:
     """All rows of .jsonl files, or of .json files that hold one list, each checked.
 
-    Raises FileNotFoundError, ValueError for a line that is no JSON, and BrokenRowError for an empty file, a line that
-    is no object, and a key that is missing or holds something else than its kind of row has there.
+    Raises FileNotFoundError, ValueError for a line that is not JSON, and BrokenRowError for an empty file, a line that
+    is not an object, and a key that is missing or has a value of the wrong kind.
     """
     rows = []
     for path in paths:
         if not path.is_file():
-            raise FileNotFoundError(f"no file of rows at {path}")
-        found = list(_objects(path))
-        if not found:
-            raise BrokenRowError(f"{path} holds no rows; --results of moebudget's commands writes them")
-        for where, row in found:
+            raise FileNotFoundError(f"there is no file of rows {path}")
+        located = list(_objects(path))
+        if not located:
+            raise BrokenRowError(f"{path} has no rows; moebudget's commands write them with --results")
+        for where, row in located:
             _check(where, row)
-        rows += [row for _, row in found]
+        rows += [row for _, row in located]
     return rows
 
 
@@ -100,7 +100,7 @@ def _objects(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _check(where: str, row: Any) -> None:
     if not isinstance(row, dict):
-        raise BrokenRowError(f"{where}: a row is a JSON object, not {type(row).__name__}")
+        raise BrokenRowError(f"{where}: a row must be a JSON object, not {type(row).__name__}")
     rules = STAMP | (KINDS.get(str(row.get("bench"))) or (QUALITY if is_quality(row) else {}))
     for key, (wanted, fits) in rules.items():
         kind = f"a row of kind {row['bench']!r}" if "bench" in row else "a row"
@@ -111,9 +111,9 @@ def _check(where: str, row: Any) -> None:
 
 
 def is_quality(row: Row) -> bool:
-    """Whether the row says what a policy did to held-out text, and its kind that it is comparable with its like.
+    """Whether the row holds a policy's quality on held-out text and can be compared with others of its kind.
 
-    Studies that vary something else as well, as allocations or domains, have tables of their own.
+    Studies that also vary something else, such as allocations or domains, have separate tables.
     """
     return row.get("bench") in COMPARED
 
@@ -124,22 +124,22 @@ def of(rows: Sequence[Row], bench: str) -> list[Row]:
 
 
 def several_devices(row: Row) -> bool:
-    """Whether a row's step ran on several GPUs; no chart holds such rows beside those of one."""
+    """Whether a row's step ran on several GPUs; charts of one GPU leave such rows out."""
     return bool(row.get("tp", 1) > 1)
 
 
 def above(row: Row) -> float:
-    """Loss above the unchanged model, nats a token."""
-    return float(row["nll"] - row["dense_nll"])
+    """Loss increase over native, nats per token."""
+    return float(row["nll"] - row["native_nll"])
 
 
 def is_bound(row: Row) -> bool:
-    """Whether the policy reads the true energies, which nobody has while serving."""
+    """Whether the policy reads the true output energies, which are unknown while serving."""
     return str(row["policy"]).startswith("oracle") or "(bound)" in str(row.get("method"))
 
 
 def family(row: Row) -> str:
-    """What a line joins: the method where the row names one, else the policy without its numbers."""
+    """The line that a row belongs to: its method if the row names one, else the policy string without its numbers."""
     if row.get("method"):
         return str(row["method"])
     name, _, fields = row["policy"].partition(":")
@@ -149,7 +149,7 @@ def family(row: Row) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Quality rows that compare: one kind, model, batch size and amount of text, the newest of each policy."""
+    """Quality rows that can be compared: one kind, model, batch size and amount of text; the newest of each policy."""
 
     bench: str
     model: str
@@ -158,14 +158,14 @@ class Group:
     rows: tuple[Row, ...]
 
     @property
-    def others(self) -> list[Row]:
-        """The rows of policies that change something."""
-        return [row for row in self.rows if row["policy"] != "dense"]
+    def restricted(self) -> list[Row]:
+        """The rows of all policies but native."""
+        return [row for row in self.rows if row["policy"] != "native"]
 
     @property
-    def dense_fetched(self) -> float:
-        """Experts a layer and step that the unchanged model fetches on this text, as far as the rows know."""
-        return float(next((r["fetched"] for r in self.rows if r["policy"] == "dense"), self.rows[0]["native_union"]))
+    def native_fetched(self) -> float:
+        """Experts fetched per layer per step by native routing on this text; without its row, the native union."""
+        return float(next((r["fetched"] for r in self.rows if r["policy"] == "native"), self.rows[0]["native_union"]))
 
     @property
     def with_tasks(self) -> bool:
@@ -173,12 +173,12 @@ class Group:
 
 
 def groups(rows: Sequence[Row]) -> list[Group]:
-    """Quality rows in groups, those of `eval` and comparisons of methods first."""
-    found: dict[tuple[str, str, int, int], dict[Any, Row]] = {}
+    """Quality rows in groups; comparisons and the rows of `eval` come first."""
+    newest: dict[tuple[str, str, int, int], dict[Any, Row]] = {}
     for row in sorted(filter(is_quality, rows), key=lambda row: row["date"]):
-        place = found.setdefault((row["bench"], row["model"], row["B"], row["tokens"]), {})
-        place[row["policy"], row.get("method"), row.get("target")] = row
-    made = [Group(*key, tuple(mine.values())) for key, mine in found.items()]
+        group = newest.setdefault((row["bench"], row["model"], row["B"], row["tokens"]), {})
+        group[row["policy"], row.get("method"), row.get("target")] = row
+    made = [Group(*key, tuple(of_group.values())) for key, of_group in newest.items()]
     first = ("compare", "quality", "methods")
-    made = [group for group in made if group.others]
+    made = [group for group in made if group.restricted]
     return sorted(made, key=lambda g: first.index(g.bench) if g.bench in first else len(first))

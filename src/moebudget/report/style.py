@@ -1,4 +1,4 @@
-"""How the plots look, and how a figure becomes an inline SVG that follows the page's light or dark colours."""
+"""Style of the plots, and inline SVGs that follow the page's light or dark colours."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from moebudget.integrations.loading import MissingExtraError
+from moebudget.engines.transformers.loading import MissingExtraError
 
-# Stand-ins that `inline_svg` replaces by the page's colours; a saved file keeps them, on white.
+# Colours that `inline_svg` replaces by the page's; a saved file keeps them, on white.
 INK, MUTED, GRID, PAPER = "#14181d", "#66707b", "#dfe3e7", "#fefefe"
 VARIABLES = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)", PAPER: "var(--page)"}
-ACCENT = "#d1495b"  # BASE and what belongs to it
+ACCENT = "#d1495b"  # BASE, and the main series of a chart
 BOUND = "#8b8f96"
 COLOURS = ("#2b83ba", "#2a9d6f", "#c07f14", "#8e6bbf", "#3aa6a6", "#a0626f", "#7a8a2a")
 
@@ -28,7 +28,7 @@ STYLE: dict[Any, Any] = {
 
 
 def styled() -> AbstractContextManager[None]:
-    """Inside, figures are drawn and saved in this style. MissingExtraError names the extra."""
+    """Context in which figures are drawn and saved in this style. Raises MissingExtraError without matplotlib."""
     try:
         import matplotlib
     except ImportError as error:
@@ -38,7 +38,7 @@ def styled() -> AbstractContextManager[None]:
 
 
 def panel(x: str, y: str, height: float = 4.0) -> tuple[Any, Any]:
-    """(figure, axis) with the two axis labels."""
+    """(figure, axis) with these axis labels."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.4, height), layout="constrained")
@@ -48,37 +48,37 @@ def panel(x: str, y: str, height: float = 4.0) -> tuple[Any, Any]:
 
 
 def colour(name: str, position: int) -> str:
-    """One colour for BASE, grey for the bound that nobody can reach, and one of the others in turn."""
+    """A fixed colour for BASE and for native, grey for the bound of true energies, else one of COLOURS in turn."""
     word = name.lower().partition(":")[0]
-    if word in ("base", "dense"):
+    if word in ("base", "native"):
         return ACCENT if word == "base" else INK
     return BOUND if word.startswith(("oracle", "true energy")) else COLOURS[position % len(COLOURS)]
 
 
 def log_scale(axis: Any, values: Sequence[float], along: str = "y") -> bool:
-    """Make the axis logarithmic where the values span a factor above 20; says whether it did."""
+    """Make the axis logarithmic if the values span a factor above 20; return whether it is."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     if min(values) <= 0 or max(values) <= 20 * min(values):
         return False
     axis.set(**{f"{along}scale": "log"})
-    one = axis.xaxis if along == "x" else axis.yaxis
-    one.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    one.set_minor_locator(NullLocator())
-    one.set_major_formatter(lambda value, _: f"{value:g}")
+    scale = axis.xaxis if along == "x" else axis.yaxis
+    scale.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    scale.set_minor_locator(NullLocator())
+    scale.set_major_formatter(lambda value, _: f"{value:g}")
     return True
 
 
 def spread_labels(
     axis: Any, labels: Sequence[tuple[float, float, str, str]], points: Sequence[tuple[float, float]] = ()
 ) -> None:
-    """Write (x, y, text, colour) to the right of its point, each moved up or down to where nothing else stands.
+    """Write labels (x, y, text, colour) to the right of their points, moved up or down so that they do not overlap.
 
-    Also keeps off `points` where it can. A moved label gets a thin line to its point.
+    Labels also avoid `points` if possible. A moved label gets a thin line to its point.
     """
     figure = axis.figure
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # the places below are those of this layout
+    figure.set_layout_engine("none")  # the positions below hold for this layout only
     scale, gap, letter = 72 / figure.dpi, 12.0, 5.4
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -108,7 +108,7 @@ def spread_labels(
 
 
 def svg(figure: Any) -> str:
-    """The figure as an SVG document of its own, on white; the same figure gives the same bytes."""
+    """The figure as an SVG document on white; the same figure gives the same bytes."""
     out = io.StringIO()
     with styled():
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
@@ -116,20 +116,20 @@ def svg(figure: Any) -> str:
 
 
 def inline_svg(figure: Any, name: str, title: str) -> str:
-    """The figure as an <svg> element: the page's font and colours, ids of its own, nothing loaded from anywhere."""
+    """The figure as an <svg> element with the page's font and colours and unique ids, which loads nothing."""
     text = svg(figure)
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
     text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text)
-    text = re.sub(r"<style.*?</style>", "", text, flags=re.DOTALL)  # would rule the whole page
+    text = re.sub(r"<style.*?</style>", "", text, flags=re.DOTALL)  # would apply to the whole page
     text = re.sub(r"'[^']*', [^;\"]*?sans-serif\b|'DejaVu Sans'", "var(--font)", text)
-    text = re.sub(r'<g id="[^"]*-patch_1">.*?</g>', "", text, count=1, flags=re.DOTALL)  # the white ground
-    for stand_in, variable in VARIABLES.items():
-        text = text.replace(stand_in, variable)
+    text = re.sub(r'<g id="[^"]*-patch_1">.*?</g>', "", text, count=1, flags=re.DOTALL)  # the white background
+    for colour_code, variable in VARIABLES.items():
+        text = text.replace(colour_code, variable)
     head, _, rest = text.partition(">")
     box = re.search(r'viewBox="[^"]*"', head)
-    assert box is not None  # matplotlib always writes one
+    assert box is not None  # matplotlib always writes it
     label = title.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
     space = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     return f'<svg {space} {box[0]} role="img" aria-label="{label}">{rest}'
@@ -137,11 +137,11 @@ def inline_svg(figure: Any, name: str, title: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A figure with what stands around it, and the numbers that it draws as a table."""
+    """A figure with its title and text, and its numbers as a table."""
 
-    name: str  # of its files, and the prefix of its ids
+    name: str  # name of its files
     title: str  # the finding
-    text: str  # what was measured, and how to read it
+    text: str  # the measurement, and how to read the figure
     figure: Any
     heads: tuple[str, ...]
     cells: tuple[tuple[str, ...], ...]

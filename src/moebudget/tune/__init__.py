@@ -1,1 +1,1 @@
-"""Which policy and budget: a target, a search with few evaluations, and a config with the evidence inside."""
+"""Search for the policy and budget that meet a target, and the config file with the evidence for the choice."""

@@ -1,4 +1,4 @@
-"""Rows of quality, measured once: a file of them is read first, and what is measured is appended."""
+"""Ledger of quality rows: rows in its file are read, missing ones are measured and appended."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from moebudget import provenance
-from moebudget.evaluate.report import Quality
-from moebudget.policy import Policy
-from moebudget.presets import dense
+from moebudget.core import provenance
+from moebudget.core.policy import Policy
+from moebudget.evaluate.quality import Quality
+from moebudget.methods.native import native
 
 KEY = ("model_hash", "stats_hash", "dtype", "B", "text_hash", "items_hash", "length", "sliced_by")
 Row = dict[str, Any]
@@ -48,44 +48,44 @@ def hash_file(path: Path | None) -> str | None:
 
 @dataclass(slots=True)
 class Ledger:
-    """Rows of one `setting`, the fields of KEY. A policy without statistics shares its rows between all of them."""
+    """Quality rows of one `setting`, the fields of KEY. Rows of a policy without statistics suit all files."""
 
     path: Path
     name: str
     setting: Row
     stamp: Row
-    measure: Callable[[list[Policy]], list[Quality]]  # of the dense model first, then of the policies
-    measured: int = 0  # policies that were measured, not read
+    measure: Callable[[list[Policy]], list[Quality]]  # rows of native routing first, then of the policies
+    measured: int = 0  # policies measured, not read from the file
     rows: list[Row] = field(default_factory=list)
     _used: dict[str, Row] = field(default_factory=dict)
 
     def read(self) -> None:
-        """Take what the file holds. ValueError for a line that is no JSON object."""
+        """Read the file's rows. Raises ValueError for a line that is not a row of moebudget."""
         if not self.path.is_file():
             return
         for where, row in provenance.json_lines(self.path):
             if not isinstance(row, dict) or "bench" not in row:
-                raise ValueError(f"{where}: no row of moebudget's commands, which have the key 'bench'")
+                raise ValueError(f"{where}: not a row of a moebudget command, which has the key 'bench'")
             self.rows += [row] if row["bench"] == "tune" else []
 
     def get(self, policies: Sequence[Policy]) -> list[Row]:
-        """A row a policy, measured where none is known."""
-        missing = [p for p in policies if p.name != "dense" and self._known(p) is None]
+        """One row per policy; rows that are not in the file are measured."""
+        missing = [p for p in policies if p.name != "native" and self._known(p) is None]
         if missing or any(self._known(p) is None for p in policies):
             new = [
                 {**q.as_row(self.name), "bench": "tune", **self._key(p), **self.stamp}
-                for p, q in zip([dense(), *missing], self.measure(missing), strict=True)
+                for p, q in zip([native(), *missing], self.measure(missing), strict=True)
                 if self._known(p) is None
             ]
             provenance.append_rows(self.path, new)
             self.rows += new
             self.measured += len(missing)
-        found = [row for p in policies for row in (self._known(p),) if row is not None]
-        self._used |= {row["policy"]: row for row in found}
-        return found
+        rows = [row for p in policies for row in (self._known(p),) if row is not None]
+        self._used |= {row["policy"]: row for row in rows}
+        return rows
 
     def used(self) -> list[Row]:
-        """The rows that answered so far, in the order in which they were asked for."""
+        """The rows returned so far, in the order of the requests."""
         return list(self._used.values())
 
     def _key(self, policy: Policy) -> Row:
@@ -106,7 +106,7 @@ def setting(
     items: Sequence[Any],
     slices: Sequence[str] = (),
 ) -> Row:
-    """The fields that must agree for a row to be used again."""
+    """The fields that must be equal for a row to be used again."""
     values = (
         model_hash, hash_file(stats), dtype, batch, hash_windows(windows), hash_items(items), windows.shape[1] - 1,
         hash_slices(slices),

@@ -1,4 +1,4 @@
-"""tune(): split the samples, search on one part, confirm on the other, and write the config."""
+"""Tuning from end to end: split the samples, search on one part, confirm on the other, write the config."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moebudget import provenance
-from moebudget.evaluate.base import Base, unchanged
-from moebudget.evaluate.report import Quality, evaluate
-from moebudget.integrations.families import facts_of
-from moebudget.policy import Policy
-from moebudget.settings import read_settings
-from moebudget.stats import Stats
+from moebudget.core import provenance
+from moebudget.core.policy import Policy
+from moebudget.core.stats import Stats
+from moebudget.engines.config import read_settings
+from moebudget.engines.transformers.families import facts_of
+from moebudget.evaluate.native import NativeRun, measure_native
+from moebudget.evaluate.quality import Quality, evaluate
 from moebudget.tune.ledger import Ledger, Row, setting
-from moebudget.tune.search import Answer, Search, confirm, evidence, families_of
+from moebudget.tune.search import Answer, Search, confirm, evidence, sweeps_of
 from moebudget.tune.target import BY_QUALITY, Target
 
-SEARCH_SHARE = 0.4  # of the windows; half of the items
+SEARCH_SHARE = 0.4  # of the windows; of the items half
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Windows [n, S + 1] with their slices, if any, and task items of the search or of the confirmation."""
+    """Windows [n, S + 1] with their slices, if any, and task items, of the search or of the confirmation."""
 
     windows: Tensor
     items: list[Any]
@@ -35,7 +35,7 @@ class Samples:
 
 
 def split(windows: Tensor, items: Sequence[Any], slices: Sequence[str] = ()) -> tuple[Samples, Samples]:
-    """Samples of the search, and those that confirm its choice."""
+    """The samples of the search, and those that confirm its choice."""
     first = int(SEARCH_SHARE * len(windows))
     mixed = list(items)
     random.Random(0).shuffle(mixed)
@@ -48,7 +48,7 @@ def split(windows: Tensor, items: Sequence[Any], slices: Sequence[str] = ()) -> 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What rows are measured with: the model, its name and statistics, and the file that keeps the rows."""
+    """Setting in which rows are measured: the model, its name and statistics, and the file that keeps the rows."""
 
     model: nn.Module
     name: str
@@ -62,18 +62,18 @@ class Bench:
     rows: Path
 
     def ledger(self, samples: Samples) -> Ledger:
-        """The ledger of these samples, with what its file holds."""
+        """The ledger of these samples, with the rows of its file."""
 
-        base: list[Base] = []
+        native_runs: list[NativeRun] = []
 
         def measure(policies: list[Policy]) -> list[Quality]:
-            if not base:
-                some = (self.model, samples.windows, samples.items, self.tokenizer)
-                base.append(unchanged(*some, start_id=self.start_id, batch=self.batch, quiet=True))
+            if not native_runs:
+                inputs = (self.model, samples.windows, samples.items, self.tokenizer)
+                native_runs.append(measure_native(*inputs, start_id=self.start_id, batch=self.batch, quiet=True))
             return evaluate(
                 self.model, policies, self.stats, samples.windows, items=samples.items, tokenizer=self.tokenizer,
-                start_id=self.start_id, batch=self.batch, retained_windows=0, slices=samples.slices, base=base[0],
-                quiet=True,
+                start_id=self.start_id, batch=self.batch, retained_windows=0, slices=samples.slices,
+                native_run=native_runs[0], quiet=True,
             )  # fmt: skip
 
         key = setting(
@@ -91,8 +91,8 @@ class Bench:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The answer, all rows that it rests on, how many of them were measured now, and the target in experts."""
+class Tuned:
+    """The answer, all rows behind it, how many of them were measured now, and the target in experts."""
 
     answer: Answer
     searched: list[Row]
@@ -103,46 +103,46 @@ class Found:
 
 def tune(
     bench: Bench, target: Target, policies: Sequence[str], search: Samples, check: Samples, say: Callable[[str], None]
-) -> Found:
+) -> Tuned:
     """Find a policy that meets the target; see `Search` and `confirm`."""
     facts = facts_of(bench.model)
     with_items = target.kind == "task"
     ledgers = [bench.ledger(Samples(s.windows, s.items if with_items else [], s.slices)) for s in (search, check)]
     first, second = ledgers
     say(f"search: {len(search.windows)} windows" + (f", {len(search.items)} items" if with_items else ""))
-    looking = Search(families_of(policies, facts), first, target, say)
+    finder = Search(sweeps_of(policies, facts), first, target, say)
     count: float | None = None
     if target.kind in BY_QUALITY:
-        candidates = looking.by_quality()
+        candidates = finder.by_quality()
         answer = Answer(None, "")
         if not candidates:
             answer = Answer(
                 None,
-                f"no setting of {', '.join(policies)} below the unchanged model's {looking.native:.1f} experts stays "
-                f"within {target.bound:g} by the upper end of its 95 % interval: the operating window is empty; allow "
-                "more loss, or give more samples, which narrow the interval",
+                f"no setting of {', '.join(policies)} with fewer than the {finder.native:.1f} experts of native "
+                f"routing stays within {target.bound:g} by the upper end of its 95 % interval; allow more loss, or "
+                "give more samples, which narrow the interval",
             )
     else:
-        limit = target.experts_at(looking.native)
+        limit = target.experts_at(finder.native)
         if isinstance(limit, str):
-            return Found(Answer(None, limit), first.used(), [], first.measured, None)
+            return Tuned(Answer(None, limit), first.used(), [], first.measured, None)
         say(target.said(limit))
-        count, candidates = limit, looking.by_experts(limit)
-        answer = Answer(None, f"no setting of {', '.join(policies)} fetches at most {limit:.2f} experts")
+        count, candidates = limit, finder.by_experts(limit)
+        answer = Answer(None, f"no setting of {', '.join(policies)} fetches at most {limit:.2f} experts per layer")
     if candidates:
         say(f"confirm: {len(check.windows)} other windows" + (f", {len(check.items)} items" if with_items else ""))
         answer = confirm(candidates, second, target, count or 0.0, say)
-    return Found(answer, first.used(), second.used(), first.measured + second.measured, count)
+    return Tuned(answer, first.used(), second.used(), first.measured + second.measured, count)
 
 
-def write_config(path: Path, found: Found, target: Target, stats_file: Path | None, extra: dict[str, Any]) -> Row:
-    """The config that `attach` and vLLM's `--additional-config` take, with the evidence inside; also returned."""
-    answer = found.answer
+def write_config(path: Path, tuned: Tuned, target: Target, stats_file: Path | None, extra: dict[str, Any]) -> Row:
+    """Write and return the config for `attach` and vLLM's `--additional-config`, with the evidence for the choice."""
+    answer = tuned.answer
     assert answer.policy is not None
     inside: Row = {"policy": answer.policy.name}
     if answer.policy.needs and stats_file is not None:
         inside["stats"] = str(stats_file.resolve())
-    inside["evidence"] = evidence(answer, target, found.searched, {**extra, "experts": found.count})
+    inside["evidence"] = evidence(answer, target, tuned.searched, {**extra, "experts": tuned.count})
     config = {"moebudget": inside}
     read_settings(config)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,1 @@
+"""Studies, checks, tables and builders that the repository needs and the wheel does not."""

@@ -1,0 +1,1 @@
+"""Engines that run a model under a policy: transformers and vLLM."""

@@ -1,0 +1,1 @@
+"""Engine transformers: attach a policy, observe routes, keep experts in host memory."""

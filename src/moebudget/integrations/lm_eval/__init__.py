@@ -1,1 +1,0 @@
-"""lm-evaluation-harness: a model class with real decode batches, and eight tasks from a hub or from files."""
