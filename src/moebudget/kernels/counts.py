@@ -1,6 +1,5 @@
 """Counters of a step: every row's program adds its part to the row's own line."""
 
-# mypy: ignore-errors
 from __future__ import annotations
 
 import triton

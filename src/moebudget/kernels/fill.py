@@ -1,10 +1,9 @@
 """Slots and weights of a row that is re-routed inside the active set.
 
-Vectors [NP] are in the order of the row's places (place 0: the expert that the router ranks first), `expert_at` names
-the expert at each place, and the places below K hold the native routes.
+`probs`, `opened` and `active` [NP] are by expert. All other vectors [NP] are by place: place 0 holds the expert that
+the router ranks first, the places below K hold the native routes, and `expert_at` names the expert at each place.
 """
 
-# mypy: ignore-errors
 from __future__ import annotations
 
 import triton
@@ -44,12 +43,12 @@ def fallback(probs, active, used, count, expert_at, NP: tl.constexpr, K: tl.cons
     """
     lone, first, alone = 0, 0, 0.0
     if count < K:
-        place = tl.arange(0, NP)
+        expert, place = tl.arange(0, NP), tl.arange(0, NP)
         sound = tl.where(probs == probs, probs, 0.0)
         lone = best_expert(sound, active, NP)
         head = tl.min(tl.where(used, place, NP), 0)
         first = tl.where(count == 0, lone, tl.sum(tl.where(place == head, expert_at, 0), 0))
-        alone = tl.sum(tl.where(place == lone, sound, 0.0), 0)  # probs are in the order of the experts
+        alone = tl.sum(tl.where(expert == lone, sound, 0.0), 0)
     return lone, first, alone
 
 

@@ -4,7 +4,6 @@ Arguments that they share: `total` [NP] float64, the scores' sum over rows; `uni
 native routes of the voting rows name; `most`, the budget; `device` [NP] int32, the device that holds an expert.
 """
 
-# mypy: ignore-errors
 from __future__ import annotations
 
 import triton
