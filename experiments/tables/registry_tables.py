@@ -6,7 +6,7 @@ import re
 
 from experiments.tables.tables import Blocks, table
 from moebudget.core.counters import WHAT
-from moebudget.core.types import ALLOCATED, PLACEMENT, SKETCHED
+from moebudget.core.types import makers
 from moebudget.methods.registry import METHODS, Method, shortest
 
 URL = re.compile(r"https://arxiv\.org/abs/([\w.]+)")
@@ -35,16 +35,13 @@ def methods_table() -> str:
 
 def reads(method: Method) -> str:
     """What a user must provide: calibrated statistics, a placement, an allocation, sketches."""
-    needs, parts = method.needs, list[str]()
-    if needs - PLACEMENT - ALLOCATED - SKETCHED:
-        parts.append(f"statistics (`calibrate --for {method.name}`)")
-    if needs & ALLOCATED:
-        parts.append("allocation (`allocate`)")
-    if needs & SKETCHED:
-        parts.append("sketches (`sketch`)")
-    if needs & PLACEMENT:
-        parts.append("placement")
-    return ", ".join(parts)
+    words = {
+        "calibrate": f"statistics (`calibrate --for {method.name}`)",
+        "allocate": "allocation (`allocate`)",
+        "sketch": "sketches (`sketch`)",
+        "placement": "placement",
+    }
+    return ", ".join(words[maker] for maker in makers(method.needs))
 
 
 def cell(text: str) -> str:

@@ -338,8 +338,15 @@ def test_wrong_registrations_are_refused() -> None:
     def untyped(m: Annotated[complex, "no range"] | int) -> Policy:  # noqa: ARG001
         raise AssertionError
 
-    with pytest.raises((TypeError, ValueError)):
-        parse("untyped:m=1")
+    @register(source="here", example="unlimited:m=1")
+    def unlimited(m: int) -> Policy:  # noqa: ARG001
+        raise AssertionError
+
+    for name in ("untyped", "unlimited"):
+        with pytest.raises(
+            TypeError, match=rf"^{name}: m is annotated .*; use bool, a Literal of strings, or a type of"
+        ):
+            parse(f"{name}:m=1")
 
 
 def test_methods_are_registered_once_however_often_they_are_imported() -> None:

@@ -56,6 +56,7 @@ def demo(
 @app.command(rich_help_panel=START)
 def policies() -> None:
     """List all policies: how to write each one, its rule, the statistics it reads, and its source."""
+    from moebudget.core.types import makers
     from moebudget.methods import METHODS
     from moebudget.methods.registry import shortest
 
@@ -72,7 +73,8 @@ def policies() -> None:
         for method in (m for m in METHODS.values() if _kind(m.source) == kind):
             optional = ", ".join(f"{n}={shortest(f.default)}" for n, f in method.fields.items() if not f.required)
             rule = method.rule + (f" [dim]({optional})[/dim]" if optional else "")
-            table.add_row(method.signature, rule, _makers(method.needs), _short(method.source))
+            statistics = ", ".join(makers(method.needs)) or "none"
+            table.add_row(method.signature, rule, statistics, _short(method.source))
     Console(width=max(110, Console().width)).print(table)
 
 
@@ -89,17 +91,6 @@ def _short(source: str) -> str:
     """The identifier of the paper, or whose rule it is."""
     paper = re.search(r"https://arxiv\.org/abs/([^\s,]+)", source)
     return source.partition(",")[0] if paper is None or _kind(source) == "ours" else f"arXiv:{paper[1]}"
-
-
-def _makers(needs: frozenset[str]) -> str:
-    """The commands that make these statistics."""
-    from moebudget.core.types import ALLOCATED, PLACEMENT, SKETCHED
-
-    makers = {
-        "calibrate": needs - ALLOCATED - SKETCHED - PLACEMENT, "allocate": needs & ALLOCATED,
-        "sketch": needs & SKETCHED, "placement": needs & PLACEMENT,
-    }  # fmt: skip
-    return ", ".join(name for name, tensors in makers.items() if tensors) or "none"
 
 
 @app.command("stats", rich_help_panel=STATISTICS)

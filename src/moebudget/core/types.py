@@ -85,6 +85,17 @@ class MissingStatisticError(LookupError):
     """A policy needs a calibrated tensor, or a placement, that the statistics do not hold."""
 
 
+def makers(needs: frozenset[str]) -> dict[str, frozenset[str]]:
+    """The commands that make these statistics, each with those that it makes; "placement" for what the user says."""
+    parts = {
+        "calibrate": needs - ALLOCATED - SKETCHED - PLACEMENT,
+        "allocate": needs & ALLOCATED,
+        "sketch": needs & SKETCHED,
+        "placement": needs & PLACEMENT,
+    }
+    return {maker: names for maker, names in parts.items() if names}
+
+
 def how_to_make(name: str) -> str:
     """The way to get a missing statistic."""
     if name in PLACEMENT:

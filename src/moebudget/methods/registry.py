@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, ParamSpec
+from typing import Annotated, Any, Literal, ParamSpec
 
 from moebudget.core.errors import unknown
 from moebudget.core.policy import Policy
@@ -188,16 +188,17 @@ def _fields(function: Callable[..., Policy]) -> dict[str, Field]:
     hints = typing.get_type_hints(inspect.unwrap(function), include_extras=True)
     fields = {}
     for name, parameter in inspect.signature(function).parameters.items():
-        hint, optional = hints[name], False
-        if typing.get_origin(hint) in (typing.Union, types.UnionType):
-            (hint,) = (h for h in typing.get_args(hint) if h is not type(None))
-            optional = True
-        kind, limit = hint, None
-        if typing.get_origin(hint) is Annotated:
-            kind, limit = typing.get_args(hint)[:2]
-        elif typing.get_origin(hint) is Literal:
-            kind, limit = str, Choice(dict.fromkeys(typing.get_args(hint)))
-        elif hint is not bool:
+        hint = hints[name]
+        union = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+        members = [member for member in union if member is not type(None)]
+        optional, kind = len(members) < len(union), members[0]
+        limit: Any = None
+        if typing.get_origin(kind) is Annotated:
+            kind, limit = typing.get_args(kind)[:2]
+        elif typing.get_origin(kind) is Literal:
+            kind, limit = str, Choice(dict.fromkeys(typing.get_args(kind)))
+        limits: dict[Any, Any] = {int: Range, float: Range, str: Choice, bool: type(None)}
+        if len(members) > 1 or kind not in limits or not isinstance(limit, limits[kind]):
             raise TypeError(
                 f"{function.__name__}: {name} is annotated {hint!r}; use bool, a Literal of strings, or a type of "
                 "moebudget.methods.registry, such as Count or Share"
